@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions: which releases the rules and the names are keyed on, and how they were found out.
+
+Every rule keys on the megatron-core *minor* version: over the released wheels 0.13.0 to 0.19.2 the patch level never changed a
+verdict of `TransformerConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from importlib import metadata
+
+Number = tuple[int, ...]
+
+# The distribution that carries each component. TE's metadata has been published under several names.
+DISTRIBUTIONS = {
+    "mcore": ("megatron-core",),
+    "bridge": ("megatron-bridge",),
+    "te": ("transformer-engine", "transformer_engine", "transformer-engine-cu13", "transformer-engine-cu12"),
+    "automodel": ("nemo-automodel",),
+    "torch": ("torch",),
+}
+NEWEST = {"mcore": "0.19.2", "bridge": "0.6.2", "te": "2.20.2", "automodel": "0.7.0", "torch": "2.11.0"}
+OLDEST_MCORE = (0, 13)
+# Which megatron-core each Bridge release pins; the wheels themselves do not bound it.
+# Source: 3rdparty pins of NVIDIA-NeMo/Megatron-Bridge at tags v0.3.1, v0.4.2, v0.5.1, v0.6.0.
+BRIDGE_PINS = {(0, 3): "0.16.1", (0, 4): "0.17.1", (0, 5): "0.18.2", (0, 6): "0.19.2"}
+
+
+class VersionError(ValueError):
+    """A version text that is not a version, or lies outside what the pack knows."""
+
+
+def parse(text: str) -> Number:
+    """`"0.19.2rc1+abc"` -> `(0, 19, 2)`. Raises VersionError if the text does not start with two numbers."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", text.strip())
+    if not match:
+        raise VersionError(f"{text!r} is not a version; give it as MAJOR.MINOR or MAJOR.MINOR.PATCH, for example 0.19.2")
+    return tuple(int(group) for group in match.groups() if group is not None)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Versions as number tuples, None where the component is absent. `how` says for each where the number came from."""
+
+    mcore: Number | None = None
+    bridge: Number | None = None
+    te: Number | None = None
+    automodel: Number | None = None
+    torch: Number | None = None
+    # compute capability as (major, minor), None where unknown; it is not a package but rules key on it in the same way
+    arch: Number | None = None
+    how: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def minor(self) -> int:
+        """The megatron-core minor number (19 for 0.19.2); the newest known where megatron-core is absent."""
+        return (self.mcore or parse(NEWEST["mcore"]))[1]
+
+    def at_least(self, component: str, *number: int) -> bool:
+        """Whether the component is present and at least `number`."""
+        have = getattr(self, component)
+        return have is not None and have >= number
+
+    def describe(self) -> str:
+        parts = []
+        for component, how in self.how:
+            have = getattr(self, component)
+            if have is not None:
+                parts.append(f"{component} {'.'.join(map(str, have))} ({how})")
+        return ", ".join(parts)
+
+
+def installed(component: str) -> str | None:
+    """The version of the installed distribution, read from its metadata without importing it; None if it is not installed."""
+    for name in DISTRIBUTIONS[component]:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions:
+    """Versions from flags (`mcore="0.17"`), else from installed packages, else the newest known; `how` tells which.
+
+    Raises VersionError for a text that is not a version, and for megatron-core older than 0.13 or newer than the newest known
+    minor by more than one (nothing is known about those).
+    """
+    numbers: dict[str, Number | None] = {}
+    how: list[tuple[str, str]] = []
+    for component in DISTRIBUTIONS:
+        text, origin = given.get(component), "given"
+        if text is None:
+            text, origin = installed(component), "installed"
+        if text is None and component == "mcore" and numbers.get("bridge") is None and given.get("bridge"):
+            pin = BRIDGE_PINS.get(parse(given["bridge"])[:2])
+            text, origin = pin, f"pinned by Bridge {given['bridge']}"
+        if text is None:
+            text, origin = NEWEST[component], "newest known"
+        if text.lower() == "none":
+            numbers[component] = None
+            how.append((component, "given as absent"))
+            continue
+        numbers[component] = parse(text)
+        how.append((component, origin))
+    mcore = numbers["mcore"]
+    newest_minor = parse(NEWEST["mcore"])[1]
+    if mcore is not None and not (OLDEST_MCORE <= mcore[:2] <= (0, newest_minor + 1)):
+        raise VersionError(
+            f"megatron-core {'.'.join(map(str, mcore))} is outside what the rules cover (0.13 to 0.{newest_minor}); "
+            "give --mcore with a covered version to judge by its rules"
+        )
+    arch = given.get("arch")
+    if arch is not None:
+        numbers["arch"] = parse_arch(arch)
+        how.append(("arch", "given"))
+    versions = Versions(**numbers, how=tuple(how))
+    if framework != "megatron-bridge":
+        versions = replace(versions, bridge=None)
+    return versions
+
+
+ARCH_NAMES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3)}
+
+
+def parse_arch(text: str) -> Number:
+    """`"h100"`, `"sm_90"`, `"9.0"` or `"90"` -> `(9, 0)`. Raises VersionError for anything else."""
+    lowered = text.strip().lower()
+    if lowered in ARCH_NAMES:
+        return ARCH_NAMES[lowered]
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})[.]?(\d)[af]?", lowered)
+    if not match:
+        known = ", ".join(ARCH_NAMES)
+        raise VersionError(f"{text!r} is not a GPU architecture; give a name ({known}) or a compute capability such as 9.0")
+    return int(match.group(1)), int(match.group(2))
