@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Run the recipe functions of a Megatron Bridge release for real, and print the graph settings that come out.
+
+Every function whose name ends in `_config`, in every file under recipes/ and perf_recipes/, is imported from the
+unpacked wheel and called with its default arguments under torch CPU. megatron-core is the real one. Three things are
+stood in for, because they cannot be had without a GPU or a download:
+  - packages such as transformers, transformer_engine and triton (see standins.py);
+  - `AutoBridge.from_hf_pretrained(ID)` and `from_hf_config(...)`: instead of reading a checkpoint's configuration,
+    `to_megatron_provider()` gives an object of the provider class that Bridge registers for that model family, whose
+    attributes hold the class's defaults until the recipe sets them;
+  - `typing.override` where Python is older than 3.12.
+
+Usage:
+    python tests/oracle/bridge_recipes.py                                     all functions of the pinned wheel
+    python tests/oracle/bridge_recipes.py --only recipes/llama/h100/llama3.py one file (repeatable)
+    python tests/oracle/bridge_recipes.py --source DIR                        an edited copy of the tree; DIR holds megatron/bridge
+    python tests/oracle/bridge_recipes.py --function 'llama3*'                functions by glob (repeatable)
+    python tests/oracle/bridge_recipes.py --summary                           counts and error kinds only
+
+Output: one JSON object a line and function, in order of file and line:
+    {"file": path under megatron/bridge, "line": of the def, "function": name, "status": "ok" | "error",
+     "error": null or "Type: text",
+     "returned": class name of what came back,
+     "from_checkpoint": true where the model came from the AutoBridge stand-in,
+     "set_by_recipe": with from_checkpoint, the model attributes that the recipe assigned; all others are class defaults
+                      here and would come from the checkpoint in a real run,
+     "settings": {"model.cuda_graph_impl": ..., "rng.te_rng_tracker": ..., "env_vars.NAME": ..., ...}}
+Settings are flat; a section that the recipe leaves None has the section's own key with null. Enum members are
+{"enum": "CudaGraphModule.attn"}, torch dtypes {"dtype": "bfloat16"}, other objects {"object": class name}.
+A file that cannot be imported gives one error line for each of its functions ("function": null where it cannot even
+be parsed). The last line of stderr says how many functions ran.
+
+Exit codes: 0 ran (errors are in the lines); 2 usage, or DIR is no Bridge tree; 3 a needed wheel or torch is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import enum
+import fnmatch
+import importlib
+import json
+import logging
+import re
+import sys
+import typing
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import wheels  # noqa: E402
+from oracle import standins  # noqa: E402
+
+BRIDGE = "0.6.2"
+MCORE = "0.19.2"
+FOLDERS = ("recipes", "perf_recipes")
+
+STANDIN_ROOTS = (
+    "accelerate apex datasets diffusers einops flash_attn google huggingface_hub hydra librosa megatron.energon mlflow "
+    "modelopt nemo_run nvidia_resiliency_ext omegaconf packaging PIL pyarrow rich safetensors soundfile tensorboard toml "
+    "torchvision tqdm transformer_engine transformer_engine_torch transformers triton wandb webdataset yaml"
+).split()
+# Versions that megatron-core 0.19 and Bridge 0.6 accept.
+STANDIN_ATTRIBUTES = {
+    "nvidia_resiliency_ext": {"__version__": "0.6.0"},
+    "tensorboard": {"__version__": "2.19.0"},
+    "transformer_engine": {"__version__": "2.14.0"},
+    "transformers": {"__version__": "5.3.0"},
+    "triton": {"__version__": "3.6.0"},
+}
+
+# Checkpoint id -> provider class that Bridge registers for the model family (`register_bridge(provider=...)` in
+# megatron/bridge/models/*/..._bridge.py); the first pattern that is found in the lower-case id counts.
+PROVIDERS = (
+    (r"deepseek-|moonlight|kimi-k2-|glm-5", "MLAModelProvider"),
+    (r"kimi-k2\.5", "KimiK25VLModelProvider"),
+    (r"gemma-2-", "Gemma2ModelProvider"),
+    (r"gemma-3-1b", "Gemma3ModelProvider"),
+    (r"gemma-3-", "Gemma3VLModelProvider"),
+    (r"gemma-4-", "Gemma4VLModelProvider"),
+    (r"glm-4\.5v", "GLM45VModelProvider"),
+    (r"exaone-4\.5", "Exaone45ModelProvider"),
+    (r"k-exaone", "ExaoneMoeModelProvider"),
+    (r"minimax-m3", "MiniMaxM3VLModelProvider"),
+    (r"ministral-3", "Ministral3ModelProvider"),
+    (r"nemotron-3-nano-omni", "NemotronOmniModelProvider"),
+    (r"nemotron-nano-12b-v2-vl", "NemotronVLModelProvider"),
+    (r"nemotron-(3|h|nano)", "HybridModelProvider"),
+    (r"qwen2\.5-vl", "Qwen25VLModelProvider"),
+    (r"qwen2-audio", "Qwen2AudioModelProvider"),
+    (r"qwen3-omni", "Qwen3OmniModelProvider"),
+    (r"qwen3-vl-.*-a\d+b", "Qwen3VLMoEModelProvider"),
+    (r"qwen3-vl", "Qwen3VLModelProvider"),
+    (r"qwen3\.[56]-.*-a\d+b", "Qwen35VLMoEModelProvider"),
+    (r"qwen3\.[56]", "Qwen35VLModelProvider"),
+    (r"step-3\.5", "Step35ModelProvider"),
+    (r"step-3\.7", "Step37ModelProvider"),
+)
+DEFAULT_PROVIDER = "GPTModelProvider"
+
+# Which attributes of which section of ConfigContainer are printed: full-match patterns over attribute names.
+SECTIONS = {
+    "model": (
+        r".*cuda_graph.*|use_te_rng_tracker|num_moe_experts|moe_(layer_freq|token_dispatcher_type|flex_dispatcher_backend|"
+        r"expert_capacity_factor|pad_expert_input_to_capacity|router_padding_for_\w+|input_jitter_eps|layer_recompute|"
+        r"shared_expert_\w+|a2a_overlap|pad_experts_for_cuda_graph_inference|router_enable_expert_bias)|"
+        r"recompute_\w+|distribute_saved_activations|cpu_offloading\w*|fine_grained_activation_offloading|offload_modules|"
+        r"attention_dropout|hidden_dropout|\w+_parallel_size|\w+_parallel_layout|sequence_parallel|overlap_\w+|"
+        r"delay_wgrad_compute|delay_offload\w*|transformer_impl|cross_entropy_\w+|gradient_accumulation_fusion|"
+        r"add_bias_linear|add_qkv_bias|experimental_attention_variant|fp8\w*|fp4\w*|bf16|fp16|hybrid_\w+|mtp_num_layers|"
+        r"multi_latent_attention|seq_length|num_layers|gtp_weight_remat_size|batch_p2p_comm|tp_comm_overlap\w*|"
+        r"pipeline_model_parallel_size|is_hybrid_model|freeze_\w+|calculate_per_token_loss"
+    ),
+    "rng": r".*",
+    "rerun_state_machine": r"check_for_\w+",
+    "ddp": r"check_for_\w+|overlap_\w+|use_\w+|\w*sharding_strategy|average_in_collective|\w*fp8\w*|reuse_\w+|\w*fsdp\w*",
+    "optimizer": r"optimizer|.*cuda_graph.*|use_\w+|overlap_\w+|\w*offload\w*|reuse_\w+|fp8_recipe|capturable",
+    "comm_overlap": r"tp_comm_overlap\w*|overlap_\w+|batch_p2p_comm|delay_\w+|defer_\w+|align_\w+|bucket_size",
+    "mixed_precision": r".*",
+    "dataset": r".*pack.*|dataloader_type|seq_length|pad_\w+|defer_in_batch_packing_to_step|dataset_kwargs",
+    "train": r"micro_batch_size|global_batch_size|rampup_batch_size|empty_unused_memory_level|train_iters",
+    "dist": r"use_\w+|\w*cuda\w*|distributed_timeout_minutes|external_gpu_device_mapping|enable_megatron_core_experimental",
+    "env_vars": r".*",
+}
+
+
+def config_functions(path: Path) -> list[tuple[str, int]]:
+    """Name and line of every function definition in the file whose name ends in `_config`.
+
+    Raises:
+        SyntaxError: the file does not parse.
+    """
+    tree = ast.parse(path.read_bytes(), filename=str(path))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name.endswith("_config")]
+    return sorted(((node.name, node.lineno) for node in found), key=lambda item: item[1])
+
+
+def prepare(source: Path) -> None:
+    """Make `megatron.bridge` (from `source`) and `megatron.core` importable, with stand-ins for all the rest."""
+    if not hasattr(typing, "override"):
+        import typing_extensions
+
+        typing.override = typing_extensions.override
+    # torch decides at import whether triton is there; let it look before a stand-in of that name exists.
+    importlib.import_module("torch._inductor.runtime.triton_compat")
+    sys.path[:0] = [str(source), str(wheels.fetch("megatron-core", MCORE))]
+    standins.install(STANDIN_ROOTS, STANDIN_ATTRIBUTES)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+
+    AutoBridge.from_hf_pretrained = classmethod(lambda cls, path, **kwargs: CheckpointStandin(str(path)))
+    AutoBridge.from_hf_config = classmethod(lambda cls, config, **kwargs: CheckpointStandin(""))
+
+
+class CheckpointStandin:
+    """What `AutoBridge.from_hf_pretrained` returns: a bridge whose provider knows its class's defaults only."""
+
+    def __init__(self, checkpoint: str):
+        self.checkpoint = checkpoint
+
+    def to_megatron_provider(self, load_weights: bool = True, hf_path: str | None = None):
+        wanted = next((name for pattern, name in PROVIDERS if re.search(pattern, self.checkpoint.lower())), DEFAULT_PROVIDER)
+        return _tracked(_provider_class(wanted))
+
+
+def _provider_class(name: str) -> type:
+    from megatron.bridge.models.model_provider import ModelProviderMixin
+
+    waiting = [ModelProviderMixin]
+    while waiting:
+        cls = waiting.pop()
+        if cls.__name__ == name:
+            return cls
+        waiting += cls.__subclasses__()
+    raise LookupError(f"Bridge has no provider class {name}")
+
+
+def _tracked(provider_class: type):
+    """An object of the class, with sizes that any checkpoint has, that notes which attributes are assigned later."""
+
+    class FromCheckpoint(provider_class):
+        def __setattr__(self, name, value):
+            if "assigned_by_recipe" in self.__dict__:
+                self.__dict__["assigned_by_recipe"].add(name)
+            super().__setattr__(name, value)
+
+    FromCheckpoint.__name__ = provider_class.__name__
+    required = {
+        field.name: size
+        for field, size in ((f, {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}.get(f.name))
+                            for f in dataclasses.fields(provider_class))
+        if size is not None
+    }
+    provider = FromCheckpoint(**required)
+    provider.__dict__["assigned_by_recipe"] = set()
+    return provider
+
+
+def jsonable(value):
+    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{type(value).__name__}.{value.name}"}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((jsonable(item) for item in value), key=str)
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if type(value).__name__ == "dtype":
+        return {"dtype": str(value).removeprefix("torch.")}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
+    return {"object": getattr(value, "__name__", None) or type(value).__name__}
+
+
+def graph_settings(config) -> dict[str, object]:
+    """The settings of one ConfigContainer that matter to CUDA graphs, flat."""
+    settings = {}
+    for section, pattern in SECTIONS.items():
+        value = getattr(config, section, None)
+        if value is None or isinstance(value, str):
+            settings[section] = value
+            continue
+        attributes = value if isinstance(value, dict) else vars(value)
+        for name in sorted(attributes):
+            if name != "assigned_by_recipe" and re.fullmatch(pattern, name):
+                settings[f"{section}.{name}"] = jsonable(attributes[name])
+        if section in ("model", "dataset", "mixed_precision"):
+            settings[f"{section}.__class__"] = type(value).__name__
+    return settings
+
+
+def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict]:
+    name = path.relative_to(source / "megatron" / "bridge").as_posix()
+    try:
+        functions = config_functions(path)
+    except (SyntaxError, ValueError) as error:
+        yield _failed(name, None, None, error)
+        return
+    functions = [item for item in functions if any(fnmatch.fnmatch(item[0], pattern) for pattern in patterns)]
+    if not functions:
+        return
+    dotted = path.relative_to(source).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    try:
+        module = importlib.import_module(dotted)
+    except Exception as error:
+        yield from (_failed(name, line, function, error) for function, line in functions)
+        return
+    for function, line in functions:
+        try:
+            config = getattr(module, function)()
+            model = getattr(config, "model", None)
+            assigned = getattr(model, "__dict__", {}).get("assigned_by_recipe")
+            yield {
+                "file": name,
+                "line": line,
+                "function": function,
+                "status": "ok",
+                "error": None,
+                "returned": type(config).__name__,
+                "from_checkpoint": assigned is not None,
+                "set_by_recipe": sorted(assigned) if assigned is not None else None,
+                "settings": graph_settings(config),
+            }
+        except Exception as error:
+            yield _failed(name, line, function, error)
+
+
+def _failed(file: str, line: int | None, function: str | None, error: Exception) -> dict:
+    text = " ".join(str(error).split())
+    return {"file": file, "line": line, "function": function, "status": "error", "error": f"{type(error).__name__}: {text}"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, help="folder that holds megatron/bridge; default: the pinned wheel")
+    parser.add_argument("--only", action="append", default=[], metavar="FILE", help="path under megatron/bridge")
+    parser.add_argument("--function", action="append", default=[], metavar="GLOB")
+    parser.add_argument("--summary", action="store_true", help="print counts and kinds of errors, no settings")
+    args = parser.parse_args(argv)
+    try:
+        source = (args.source or wheels.fetch("megatron-bridge", BRIDGE)).resolve()
+        package = source / "megatron" / "bridge"
+        if not (package / "__init__.py").is_file():
+            print(f"error: {source} does not hold megatron/bridge", file=sys.stderr)
+            return 2
+        files = [package / name for name in args.only] or sorted(
+            path for folder in FOLDERS for path in (package / folder).rglob("*.py")
+        )
+        missing = [str(path) for path in files if not path.is_file()]
+        if missing:
+            print(f"error: no such file: {', '.join(missing)}", file=sys.stderr)
+            return 2
+        answers, sys.stdout = sys.stdout, sys.stderr  # what recipes print must not mix with the answers
+        prepare(source)
+    except (wheels.WheelUnavailable, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    ran, errors = 0, Counter()
+    for path in files:
+        for answer in run_file(source, path, args.function or ["*"]):
+            ran += answer["status"] == "ok"
+            if answer["status"] == "error":
+                errors[answer["error"]] += 1
+            if not args.summary:
+                print(json.dumps(answer), file=answers)
+    total = ran + sum(errors.values())
+    if args.summary:
+        for error, count in errors.most_common():
+            print(f"{count:5d} {error}", file=answers)
+        print(f"{len(files)} files, {total} functions, {ran} executed, {total - ran} not", file=answers)
+    print(f"{ran} of {total} functions executed", file=sys.stderr)
+    sys.stdout = answers
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
