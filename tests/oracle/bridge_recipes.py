@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the recipe functions of a Megatron Bridge release for real, and print the graph settings that come out.
 
-Every function whose name ends in `_config`, in every file under recipes/ and perf_recipes/, is imported from the
-unpacked wheel and called with its default arguments under torch CPU. megatron-core is the real one. Three things are
-stood in for, because they cannot be had without a GPU or a download:
+Every function whose name ends in `_config`, in every file under recipes/, perf_recipes/ and diffusion/recipes/, is
+imported from the unpacked wheel and called with its default arguments under torch CPU. megatron-core is the real one.
+Four things are stood in for, because they cannot be had without a GPU or a download:
   - packages such as transformers, transformer_engine and triton (see standins.py);
   - `AutoBridge.from_hf_pretrained(ID)` and `from_hf_config(...)`: instead of reading a checkpoint's configuration,
     `to_megatron_provider()` gives an object of the provider class that Bridge registers for that model family, whose
     attributes hold the class's defaults until the recipe sets them;
+  - `FluxBridge().provider_bridge(...)`, which reads a diffusers checkpoint, in the same way;
   - `typing.override` where Python is older than 3.12.
 
 Usage:
@@ -59,7 +60,7 @@ from oracle import standins  # noqa: E402
 
 BRIDGE = "0.6.2"
 MCORE = "0.19.2"
-FOLDERS = ("recipes", "perf_recipes")
+FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
 
 STANDIN_ROOTS = (
     "accelerate apex datasets diffusers einops flash_attn google huggingface_hub hydra librosa megatron.energon mlflow "
@@ -103,6 +104,8 @@ PROVIDERS = (
     (r"step-3\.7", "Step37ModelProvider"),
 )
 DEFAULT_PROVIDER = "GPTModelProvider"
+# Sizes that every checkpoint states, and that recipes compute with. The values are arbitrary.
+CHECKPOINT_SIZES = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 151936}
 
 # Which attributes of which section of ConfigContainer are printed: full-match patterns over attribute names.
 SECTIONS = {
@@ -154,10 +157,12 @@ def prepare(source: Path) -> None:
     standins.install(STANDIN_ROOTS, STANDIN_ATTRIBUTES)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    from megatron.bridge.diffusion.conversion.flux.flux_bridge import FluxBridge
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     AutoBridge.from_hf_pretrained = classmethod(lambda cls, path, **kwargs: CheckpointStandin(str(path)))
     AutoBridge.from_hf_config = classmethod(lambda cls, config, **kwargs: CheckpointStandin(""))
+    FluxBridge.provider_bridge = lambda self, hf: _tracked(_provider_class("FluxProvider"))
 
 
 class CheckpointStandin:
@@ -193,12 +198,8 @@ def _tracked(provider_class: type):
             super().__setattr__(name, value)
 
     FromCheckpoint.__name__ = provider_class.__name__
-    required = {
-        field.name: size
-        for field, size in ((f, {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}.get(f.name))
-                            for f in dataclasses.fields(provider_class))
-        if size is not None
-    }
+    names = {field.name for field in dataclasses.fields(provider_class)}
+    required = {name: size for name, size in CHECKPOINT_SIZES.items() if name in names}
     provider = FromCheckpoint(**required)
     provider.__dict__["assigned_by_recipe"] = set()
     return provider
@@ -234,9 +235,19 @@ def graph_settings(config) -> dict[str, object]:
         for name in sorted(attributes):
             if name != "assigned_by_recipe" and re.fullmatch(pattern, name):
                 settings[f"{section}.{name}"] = jsonable(attributes[name])
-        if section in ("model", "dataset", "mixed_precision"):
+        if section in ("model", "dataset"):
             settings[f"{section}.__class__"] = type(value).__name__
+    settings["mixed_precision.name"] = _precision_name(getattr(config, "mixed_precision", None))
     return settings
+
+
+def _precision_name(value) -> str | None:
+    """The registered name of a mixed precision configuration; None where it equals none of the registered ones."""
+    from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES
+
+    if isinstance(value, str):
+        return value
+    return next((name for name, factory in MIXED_PRECISION_RECIPES.items() if value == factory()), None)
 
 
 def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict]:
@@ -300,6 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing:
             print(f"error: no such file: {', '.join(missing)}", file=sys.stderr)
             return 2
+        # A bytecode file is trusted by size and whole second, which is too coarse for a tree that is being edited.
+        sys.dont_write_bytecode = args.source is not None
         answers, sys.stdout = sys.stdout, sys.stderr  # what recipes print must not mix with the answers
         prepare(source)
     except (wheels.WheelUnavailable, ModuleNotFoundError) as error:
