@@ -4,20 +4,19 @@
 
 Every function whose name ends in `_config`, in every file under recipes/, perf_recipes/ and diffusion/recipes/, is
 imported from the unpacked wheel and called with its default arguments under torch CPU. megatron-core is the real one.
-Four things are stood in for, because they cannot be had without a GPU or a download:
+These are stood in for, because they cannot be had without a GPU or a download:
   - packages such as transformers, transformer_engine and triton (see standins.py);
   - `AutoBridge.from_hf_pretrained(ID)` and `from_hf_config(...)`: instead of reading a checkpoint's configuration,
     `to_megatron_provider()` gives an object of the provider class that Bridge registers for that model family, whose
     attributes hold the class's defaults until the recipe sets them;
-  - `FluxBridge().provider_bridge(...)`, which reads a diffusers checkpoint, in the same way;
-  - `typing.override` where Python is older than 3.12.
+  - `FluxBridge().provider_bridge(...)`, which reads a diffusers checkpoint, in the same way.
 
 Usage:
-    python tests/oracle/bridge_recipes.py                                     all functions of the pinned wheel
-    python tests/oracle/bridge_recipes.py --only recipes/llama/h100/llama3.py one file (repeatable)
-    python tests/oracle/bridge_recipes.py --source DIR                        an edited copy of the tree; DIR holds megatron/bridge
-    python tests/oracle/bridge_recipes.py --function 'llama3*'                functions by glob (repeatable)
-    python tests/oracle/bridge_recipes.py --summary                           counts and error kinds only
+    python tests/oracle/bridge_recipes.py                       all functions of the pinned wheel
+    python tests/oracle/bridge_recipes.py --only recipes/llama/h100/llama3.py       one file (repeatable)
+    python tests/oracle/bridge_recipes.py --source DIR          an edited copy of the tree; DIR holds megatron/bridge
+    python tests/oracle/bridge_recipes.py --function 'llama3*'  functions by glob (repeatable)
+    python tests/oracle/bridge_recipes.py --summary             counts and error kinds only
 
 Output: one JSON object a line and function, in order of file and line:
     {"file": path under megatron/bridge, "line": of the def, "function": name, "status": "ok" | "error",
@@ -47,7 +46,6 @@ import json
 import logging
 import re
 import sys
-import typing
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -64,7 +62,7 @@ FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
 
 STANDIN_ROOTS = (
     "accelerate apex datasets diffusers einops flash_attn google huggingface_hub hydra librosa megatron.energon mlflow "
-    "modelopt nemo_run nvidia_resiliency_ext omegaconf packaging PIL pyarrow rich safetensors soundfile tensorboard toml "
+    "modelopt nemo_run nvidia_resiliency_ext omegaconf PIL pyarrow rich safetensors soundfile tensorboard toml "
     "torchvision tqdm transformer_engine transformer_engine_torch transformers triton wandb webdataset yaml"
 ).split()
 # Versions that megatron-core 0.19 and Bridge 0.6 accept.
@@ -110,25 +108,27 @@ CHECKPOINT_SIZES = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads"
 # Which attributes of which section of ConfigContainer are printed: full-match patterns over attribute names.
 SECTIONS = {
     "model": (
-        r".*cuda_graph.*|use_te_rng_tracker|num_moe_experts|moe_(layer_freq|token_dispatcher_type|flex_dispatcher_backend|"
-        r"expert_capacity_factor|pad_expert_input_to_capacity|router_padding_for_\w+|input_jitter_eps|layer_recompute|"
-        r"shared_expert_\w+|a2a_overlap|pad_experts_for_cuda_graph_inference|router_enable_expert_bias)|"
-        r"recompute_\w+|distribute_saved_activations|cpu_offloading\w*|fine_grained_activation_offloading|offload_modules|"
+        r".*cuda_graph.*|use_te_rng_tracker|num_moe_experts|moe_(layer_freq|token_dispatcher_type|layer_recompute|"
+        r"flex_dispatcher_backend|expert_capacity_factor|pad_expert_input_to_capacity|router_padding_for_\w+|"
+        r"input_jitter_eps|shared_expert_\w+|a2a_overlap|router_enable_expert_bias)|recompute_\w+|"
+        r"distribute_saved_activations|cpu_offloading\w*|fine_grained_activation_offloading|offload_modules|"
         r"attention_dropout|hidden_dropout|\w+_parallel_size|\w+_parallel_layout|sequence_parallel|overlap_\w+|"
         r"delay_wgrad_compute|delay_offload\w*|transformer_impl|cross_entropy_\w+|gradient_accumulation_fusion|"
-        r"add_bias_linear|add_qkv_bias|experimental_attention_variant|fp8\w*|fp4\w*|bf16|fp16|hybrid_\w+|mtp_num_layers|"
-        r"multi_latent_attention|seq_length|num_layers|gtp_weight_remat_size|batch_p2p_comm|tp_comm_overlap\w*|"
-        r"pipeline_model_parallel_size|is_hybrid_model|freeze_\w+|calculate_per_token_loss"
+        r"add_bias_linear|add_qkv_bias|experimental_attention_variant|fp8\w*|fp4\w*|bf16|fp16|hybrid_\w+|"
+        r"mtp_num_layers|multi_latent_attention|seq_length|num_layers|gtp_weight_remat_size|batch_p2p_comm|"
+        r"tp_comm_overlap\w*|is_hybrid_model|freeze_\w+|calculate_per_token_loss"
     ),
     "rng": r".*",
     "rerun_state_machine": r"check_for_\w+",
-    "ddp": r"check_for_\w+|overlap_\w+|use_\w+|\w*sharding_strategy|average_in_collective|\w*fp8\w*|reuse_\w+|\w*fsdp\w*",
+    "ddp": (
+        r"check_for_\w+|overlap_\w+|use_\w+|\w*sharding_strategy|average_in_collective|\w*fp8\w*|reuse_\w+|\w*fsdp\w*"
+    ),
     "optimizer": r"optimizer|.*cuda_graph.*|use_\w+|overlap_\w+|\w*offload\w*|reuse_\w+|fp8_recipe|capturable",
     "comm_overlap": r"tp_comm_overlap\w*|overlap_\w+|batch_p2p_comm|delay_\w+|defer_\w+|align_\w+|bucket_size",
     "mixed_precision": r".*",
-    "dataset": r".*pack.*|dataloader_type|seq_length|pad_\w+|defer_in_batch_packing_to_step|dataset_kwargs",
+    "dataset": r".*pack.*|dataloader_type|seq_length|pad_\w+|dataset_kwargs",
     "train": r"micro_batch_size|global_batch_size|rampup_batch_size|empty_unused_memory_level|train_iters",
-    "dist": r"use_\w+|\w*cuda\w*|distributed_timeout_minutes|external_gpu_device_mapping|enable_megatron_core_experimental",
+    "dist": r"use_\w+|\w*cuda\w*|external_gpu_device_mapping|enable_megatron_core_experimental",
     "env_vars": r".*",
 }
 
@@ -147,12 +147,7 @@ def config_functions(path: Path) -> list[tuple[str, int]]:
 
 def prepare(source: Path) -> None:
     """Make `megatron.bridge` (from `source`) and `megatron.core` importable, with stand-ins for all the rest."""
-    if not hasattr(typing, "override"):
-        import typing_extensions
-
-        typing.override = typing_extensions.override
-    # torch decides at import whether triton is there; let it look before a stand-in of that name exists.
-    importlib.import_module("torch._inductor.runtime.triton_compat")
+    standins.complete_environment()
     sys.path[:0] = [str(source), str(wheels.fetch("megatron-core", MCORE))]
     standins.install(STANDIN_ROOTS, STANDIN_ATTRIBUTES)
     warnings.simplefilter("ignore")
@@ -172,8 +167,9 @@ class CheckpointStandin:
         self.checkpoint = checkpoint
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: str | None = None):
-        wanted = next((name for pattern, name in PROVIDERS if re.search(pattern, self.checkpoint.lower())), DEFAULT_PROVIDER)
-        return _tracked(_provider_class(wanted))
+        checkpoint = self.checkpoint.lower()
+        families = (provider for pattern, provider in PROVIDERS if re.search(pattern, checkpoint))
+        return _tracked(_provider_class(next(families, DEFAULT_PROVIDER)))
 
 
 def _provider_class(name: str) -> type:
@@ -287,8 +283,8 @@ def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict
 
 
 def _failed(file: str, line: int | None, function: str | None, error: Exception) -> dict:
-    text = " ".join(str(error).split())
-    return {"file": file, "line": line, "function": function, "status": "error", "error": f"{type(error).__name__}: {text}"}
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return {"file": file, "line": line, "function": function, "status": "error", "error": text}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,10 +9,12 @@ indexed, iterated (as empty) and used as a decorator. A package that is really i
 from __future__ import annotations
 
 import abc
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+import typing
 from collections.abc import Iterable, Mapping
 
 
@@ -129,4 +131,23 @@ def install(roots: Iterable[str], attributes: Mapping[str, Mapping[str, object]]
         roots: names of packages, top-level or (such as "megatron.energon") inside a package that is there.
         attributes: module name -> attributes that must hold real values, such as `__version__`.
     """
+    # torch decides at import whether triton is there; let it look before a stand-in of that name exists.
+    importlib.import_module("torch._inductor.runtime.triton_compat")
     sys.meta_path.append(_Finder(roots, attributes or {}))
+
+
+def complete_environment() -> None:
+    """Supply the real things that upstream expects and that a lean environment or an older Python lacks.
+
+    `packaging` (upstream compares versions with it) comes from pip's own copy, `typing.override` (Python 3.12) from
+    typing_extensions, which torch depends on.
+    """
+    try:
+        import packaging.version  # noqa: F401
+    except ModuleNotFoundError:
+        for name in ("packaging", "packaging.version", "packaging.specifiers"):
+            sys.modules[name] = importlib.import_module(f"pip._vendor.{name}")
+    if not hasattr(typing, "override"):
+        import typing_extensions
+
+        typing.override = typing_extensions.override
