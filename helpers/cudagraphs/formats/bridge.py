@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron Bridge and Megatron-Core code does to a configuration, as far as reading a recipe needs it.
+
+Field names, defaults and effects are those of megatron-bridge 0.3 to 0.6 (`megatron/bridge/training/config.py`,
+`training/comm_overlap.py`, `training/mixed_precision.py`, `utils/cuda_graph.py`) and of megatron-core's `TransformerConfig`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from cudagraphs.formats.interpreter import Call, Classes, Interpreter
+from cudagraphs.formats.values import (
+    ChoiceValue,
+    ClassValue,
+    External,
+    ListValue,
+    Object,
+    Site,
+    Slot,
+    UnknownValue,
+    choose,
+    lift,
+)
+from cudagraphs.rules import defaults
+from cudagraphs.rules.base import Member
+from cudagraphs.settings import Choice, Fact, Known, Unknown, join
+from cudagraphs.versions import Versions
+
+CONTAINER = "ConfigContainer"
+# Sections that ConfigContainer makes by itself, with their classes; the others in SECTIONS are None unless the recipe sets them.
+SECTION_CLASSES = {
+    "rng": "RNGConfig",
+    "rerun_state_machine": "RerunStateMachineConfig",
+    "ddp": "DistributedDataParallelConfig",
+    "validation": "ValidationConfig",
+    "dist": "DistributedInitConfig",
+    "profiling": "ProfilingConfig",
+    "optimizer_config_override_provider": "OptimizerConfigOverrideProvider",
+}
+NONE_SECTIONS = frozenset({"ft", "straggler", "nvrx_straggler", "peft", "comm_overlap", "mixed_precision", "tensor_inspect", "inprocess_restart"})
+# Classes that are known by their fields alone: their sources are long and their other fields do not matter here.
+CLASS_SECTIONS = {
+    "RNGConfig": "rng",
+    "RerunStateMachineConfig": "rerun_state_machine",
+    "DistributedDataParallelConfig": "ddp",
+    "OptimizerConfig": "optimizer",
+    "TrainingConfig": "train",
+}
+OTHER_OPAQUE = frozenset(
+    {
+        CONTAINER, "ValidationConfig", "SchedulerConfig", "LoggerConfig", "TokenizerConfig", "CheckpointConfig", "DistributedInitConfig",
+        "ProfilingConfig", "GPTDatasetConfig", "MockGPTDatasetConfig", "CommOverlapConfig", "MixedPrecisionConfig", "LoRA", "DoRA",
+    }
+)  # fmt: skip
+# CommOverlapConfig leaves everything to the automatic choice (None) except tp_comm_overlap, which has no default.
+COMM_OVERLAP_FIELDS = frozenset(
+    "overlap_p2p_comm batch_p2p_comm overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step "
+    "align_param_gather bucket_size defer_embedding_wgrad_compute wgrad_deferral_limit overlap_moe_expert_parallel_comm "
+    "delay_wgrad_compute".split()
+)
+MIXED_PRECISION_FIELDS = {
+    "fp8": None, "fp8_recipe": "tensorwise", "fp8_param": None, "fp8_param_gather": False, "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param_gather": False, "fp16": False, "bf16": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False, "grad_reduce_in_fp32": True,
+}  # fmt: skip
+# Transformer configurations of megatron-core itself: what is not set holds the default of the release.
+CORE_CONFIGS = frozenset({"TransformerConfig", "MLATransformerConfig", "CoreTransformerConfig"})
+# Fields that mixed precision writes onto the model when training starts (update_config_with_precision_overrides).
+PRECISION_TO_MODEL = ("fp8", "fp8_recipe", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention", "fp4", "fp4_recipe")
+PRECISION_TO_DDP = ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+# CommOverlapConfig.setup copies these onto the model where they are not None.
+OVERLAP_TO_MODEL = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+OVERLAP_TO_DDP = ("overlap_grad_reduce", "overlap_param_gather")
+
+
+class BridgeClasses(Classes):
+    """Defaults of upstream's configuration classes for one set of versions."""
+
+    opaque = frozenset(CLASS_SECTIONS) | OTHER_OPAQUE | CORE_CONFIGS
+
+    def __init__(self, versions: Versions):
+        self.versions = versions
+        self.core = defaults.of_config(min(versions.minor, defaults.NEWEST_MINOR))
+        self.core_fields = defaults.field_names(versions.minor)
+
+    def default(self, interpreter: Interpreter, obj: Object, name: str) -> Any:
+        cls = obj.class_name
+        if cls == CONTAINER and not obj.open_reason:
+            if name == "env_vars":
+                return interpreter.new_object("dict", kind="mapping")
+            if name in SECTION_CLASSES:
+                return interpreter.new_object(SECTION_CLASSES[name])
+            if name in NONE_SECTIONS:
+                return None
+        elif not obj.open_reason:
+            found = self._class_default(interpreter, obj, name)
+            if found is not None:
+                return found[0]
+        return UnknownValue(obj.open_reason or f"the default of `{cls}.{name}` is not known")
+
+    def _class_default(self, interpreter: Interpreter, obj: Object, name: str) -> tuple[Any] | None:
+        """The default in a tuple, or None where it cannot be told."""
+        cls = obj.class_name
+        section = CLASS_SECTIONS.get(cls)
+        if section is not None and f"{section}.{name}" in defaults.SECTIONS:
+            return (defaults.SECTIONS[f"{section}.{name}"],)
+        if cls == "CommOverlapConfig" and name in COMM_OVERLAP_FIELDS:
+            return (None,)
+        if cls == "MixedPrecisionConfig" and name in MIXED_PRECISION_FIELDS:
+            return (MIXED_PRECISION_FIELDS[name],)
+        if cls in CORE_CONFIGS:
+            return self._core(name)
+        if isinstance(obj.class_value, ClassValue):
+            return self._from_source(interpreter, obj.class_value, name)
+        return None
+
+    def _core(self, name: str) -> tuple[Any] | None:
+        value = self.core.get(name, ...)
+        return None if value is ... else (value,)
+
+    def _from_source(self, interpreter: Interpreter, cls: ClassValue, name: str, depth: int = 0) -> tuple[Any] | None:
+        """Look a field's default up in the class's own body, then in its bases, as dataclasses do."""
+        frame = interpreter._frame(cls.module, cls.module.tree, {})
+        for statement in cls.node.body:
+            target, value = _class_field(statement)
+            if target != name:
+                continue
+            if value is None:
+                return None
+            if isinstance(value, ast.Call) and getattr(value.func, "id", getattr(value.func, "attr", "")) == "field":
+                for keyword in value.keywords:
+                    if keyword.arg == "default":
+                        return (interpreter.evaluate(keyword.value, frame),)
+                    if keyword.arg == "default_factory":
+                        return (interpreter.call(interpreter.evaluate(keyword.value, frame), [], {}, Call(value, frame, {})),)
+                return None
+            return (interpreter.evaluate(value, frame),)
+        if depth > 12:
+            return None
+        for base in cls.node.bases:
+            parent = interpreter.evaluate(base, frame)
+            if isinstance(parent, ClassValue):
+                found = self._from_source(interpreter, parent, name, depth + 1)
+            elif isinstance(parent, External) and parent.last in CORE_CONFIGS:
+                found = self._core(name)
+            else:
+                found = None
+            if found is not None:
+                return found
+        return None
+
+    def has(self, interpreter: Interpreter, obj: Object, name: str) -> bool | None:
+        if name in obj.slots:
+            return True
+        if is_model(obj):
+            # every provider derives from TransformerConfig, whichever checkpoint fills it
+            if name in self.core_fields:
+                return True
+            if name in defaults.FIELDS:
+                return False
+        if obj.class_name == "CommOverlapConfig":
+            return name in COMM_OVERLAP_FIELDS or name == "tp_comm_overlap"
+        if obj.open_reason:
+            return None
+        if obj.class_name in CORE_CONFIGS:
+            return name in self.core_fields
+        return True if self._class_default(interpreter, obj, name) is not None else None
+
+
+def _class_field(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id, statement.value
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id, statement.value
+    return "", None
+
+
+def is_model(obj: Any) -> bool:
+    """Whether the object is a model provider or a transformer configuration."""
+    if not isinstance(obj, Object) or obj.kind != "instance":
+        return False
+    name = obj.class_name
+    return name in CORE_CONFIGS or name.endswith(("Provider", "ModelConfig", "TransformerConfig", "ModelProvider"))
+
+
+# -- what upstream functions do ---------------------------------------------------------------------------------------------------
+
+
+def intrinsics(versions: Versions) -> dict[str, Any]:
+    """Handlers for upstream functions whose effect is known but whose source is not worth following."""
+    has_modules = versions.minor >= 18
+
+    def from_pretrained(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Object:
+        bridge = interpreter.new_object("AutoBridge", open_reason="it is read from the checkpoint")
+        model_id = arguments[0] if arguments else keywords.get("path", keywords.get("model_id"))
+        bridge.slots["hf_id"] = Slot(model_id)
+        return bridge
+
+    def to_provider(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Object:
+        model_id = arguments[0].slots["hf_id"].value if arguments and "hf_id" in arguments[0].slots else None
+        where = f"the checkpoint {model_id}" if isinstance(model_id, str) else "the checkpoint"
+        provider = interpreter.new_object("AutoBridgeProvider", open_reason=f"it comes from the configuration of {where}")
+        provider.slots["__hf_id__"] = Slot(model_id if model_id is not None else UnknownValue("the model's name is not known"))
+        provider.call, provider.module, provider.frame = call.node, call.frame.module, call.frame.number
+        return provider
+
+    def set_modules(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
+        config = arguments[0] if arguments else keywords.get("config")
+        given = arguments[1] if len(arguments) > 1 else keywords.get("modules")
+        node = call.node.args[1] if len(call.node.args) > 1 else None
+        names = given.items if isinstance(given, ListValue) else given
+        if isinstance(names, str):
+            names = [] if names in ("", "full") else names.split(",")
+        if isinstance(names, list):
+            names = interpreter.new_list([item.last if isinstance(item, External) else item for item in names])
+        site = Site(call.frame.module, call.node, node, call.frame.number, call.frame.nesting > 0)
+        interpreter.set_attribute(config, "cuda_graph_modules" if has_modules else "cuda_graph_scope", names, site)
+        if has_modules:
+            cleared = Site(call.frame.module, call.node, None, call.frame.number, call.frame.nesting > 0)
+            interpreter.set_attribute(config, "cuda_graph_scope", None, cleared)
+
+    def clear_modules(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
+        set_modules(interpreter, [arguments[0], interpreter.new_list([])], {}, call)
+
+    def set_full_iteration(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
+        site = Site(call.frame.module, call.node, None, call.frame.number, call.frame.nesting > 0)
+        interpreter.set_attribute(arguments[0], "cuda_graph_impl", "full_iteration" if has_modules else "local", site)
+        set_modules(interpreter, [arguments[0], interpreter.new_list([] if has_modules else ["full_iteration"])], {}, call)
+
+    def nothing(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
+        return None
+
+    def on_gpu(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> bool:
+        # what is read is what happens in training, and that has a GPU
+        return True
+
+    return {
+        "AutoBridge.from_hf_pretrained": from_pretrained,
+        "megatron.bridge.AutoBridge": from_pretrained,
+        "megatron.bridge.AutoBridge.from_hf_pretrained": from_pretrained,
+        "megatron.bridge.AutoBridge.from_hf_config": from_pretrained,
+        "from_hf_pretrained": from_pretrained,
+        "AutoBridge.to_megatron_provider": to_provider,
+        "set_cuda_graph_modules": set_modules,
+        "clear_cuda_graph_modules": clear_modules,
+        "set_full_iteration_cuda_graph": set_full_iteration,
+        "get_rank_safe": lambda *_: 0,
+        "warn_deprecated_model": nothing,
+        "torch.cuda.is_available": on_gpu,
+    }
+
+
+# -- configuration object -> facts ------------------------------------------------------------------------------------------------
+
+
+def config_kind(value: Any) -> str:
+    """ "container" for a Bridge ConfigContainer, "model" for a bare provider or TransformerConfig, "" for anything else.
+
+    A base recipe whose source is not at hand returns an object of unknown class; it counts as a container once the recipe
+    has set a section on it.
+    """
+    if isinstance(value, ChoiceValue):
+        return config_kind(value.if_true) or config_kind(value.if_false)
+    if not isinstance(value, Object) or value.kind != "instance":
+        return ""
+    if value.class_name == CONTAINER:
+        return "container"
+    if is_model(value):
+        return "model"
+    if not value.class_name and value.open_reason:
+        return "container"
+    if {"model", "train"} & set(value.slots):
+        return "container"
+    return ""
+
+
+def facts_of(interpreter: Interpreter, config: Object, classes: BridgeClasses) -> dict[str, Fact]:
+    """Every fact that the configuration object settles, by fact name; see `cudagraphs.settings` for the names."""
+    facts: dict[str, Fact] = {}
+    if config_kind(config) == "model":
+        _model_facts(facts, interpreter, config, classes)
+        return facts
+    model = interpreter.attribute(config, "model")
+    for leaf in _objects(model):
+        _model_facts(facts, interpreter, leaf, classes)
+    if isinstance(model, UnknownValue):
+        facts["model"] = Unknown(model.reason)
+    for name in dict.fromkeys([*config.slots, *SECTION_CLASSES, *NONE_SECTIONS]):
+        if name in ("model", "env_vars") or not isinstance(name, str):
+            continue
+        value = interpreter.attribute(config, name)
+        if not isinstance(value, Object):
+            facts[name] = _fact(config.slots.get(name) or Slot(value))
+        elif value.kind == "instance":
+            _flatten(facts, name, value)
+    for name, default in defaults.SECTIONS.items():
+        section, _, field = name.partition(".")
+        owner = interpreter.attribute(config, section) if section not in ("model", "dataset") else None
+        if isinstance(owner, Object) and name not in facts:
+            value = classes.default(interpreter, owner, field)
+            facts[name] = Unknown(value.reason) if isinstance(value, UnknownValue) else Known(_plain(value), None, "default")
+    _environment(facts, interpreter, config)
+    _precision(facts, interpreter, config)
+    _overlap(facts)
+    _packing(facts)
+    return facts
+
+
+def _objects(value: Any) -> Iterator[Object]:
+    if isinstance(value, ChoiceValue):
+        yield from _objects(value.if_false)
+        yield from _objects(value.if_true)
+    elif isinstance(value, Object):
+        yield value
+
+
+def _model_facts(facts: dict[str, Fact], interpreter: Interpreter, model: Object, classes: BridgeClasses) -> None:
+    facts["model.provider"] = Known(model.class_name or "unknown", None, "assigned")
+    for name, slot in model.slots.items():
+        if name == "__hf_id__":
+            facts["model.hf_id"] = _fact(slot)
+        elif isinstance(name, str) and not name.startswith("_"):
+            key = name if name in defaults.FIELDS else f"model.{name}"
+            if isinstance(slot.value, Object):
+                _flatten(facts, key, slot.value)
+            else:
+                facts[key] = _fact(slot)
+    if model.open_reason:
+        return
+    # the class is known: what the recipe leaves alone holds the class's default, which may differ from TransformerConfig's
+    for name in classes.core_fields:
+        if name not in facts:
+            found = classes._class_default(interpreter, model, name)
+            if found is not None and not isinstance(found[0], (UnknownValue, Object)):
+                facts[name] = Known(_plain(found[0]), None, "default")
+
+
+def _flatten(facts: dict[str, Fact], prefix: str, obj: Object) -> None:
+    for name, slot in obj.slots.items():
+        if isinstance(name, str) and not name.startswith("__"):
+            if isinstance(slot.value, Object):
+                _flatten(facts, f"{prefix}.{name}", slot.value)
+            else:
+                facts[f"{prefix}.{name}"] = _fact(slot)
+    if obj.kind == "instance":
+        facts.setdefault(prefix, Known({"object": obj.class_name}, None, "assigned"))
+
+
+def _environment(facts: dict[str, Fact], interpreter: Interpreter, config: Object) -> None:
+    variables = interpreter.attribute(config, "env_vars")
+    if isinstance(variables, Object) and variables.kind == "mapping":
+        for name, slot in variables.slots.items():
+            if isinstance(slot.value, (bool, int, float)):
+                slot = Slot(str(int(slot.value)) if isinstance(slot.value, bool) else str(slot.value), slot.site)
+            facts[f"env.{name}"] = _fact(slot)
+
+
+def _precision(facts: dict[str, Fact], interpreter: Interpreter, config: Object) -> None:
+    """Mixed precision is copied onto the model and the DDP configuration when training starts."""
+    precision = interpreter.attribute(config, "mixed_precision")
+    if isinstance(precision, str):
+        named = interpreter._imported_name(
+            ast.ImportFrom("megatron.bridge.training.mixed_precision", [ast.alias(precision)], 0), precision,
+            next(iter(interpreter.frames)).module,
+        )  # fmt: skip
+        source = facts.get("mixed_precision")
+        frame = next(iter(interpreter.frames))
+        call = Call(ast.Call(ast.Name(precision, lineno=1, col_offset=0), [], [], lineno=1, col_offset=0), frame, {})
+        precision = interpreter.call(named, [], {}, call) if not isinstance(named, External) else UnknownValue(
+            "the source of the named mixed precision was not found")  # fmt: skip
+        facts["mixed_precision.name"] = source or Unknown("it is not known")
+    for name in (*PRECISION_TO_MODEL, *PRECISION_TO_DDP):
+        target = name if name in PRECISION_TO_MODEL else f"ddp.{name}"
+        if isinstance(precision, Object):
+            slot = precision.slots.get(name)
+            value = interpreter.attribute(precision, name) if slot is None else slot.value
+            facts[target] = _fact(slot or Slot(value))
+        elif precision is not None:
+            facts[target] = Unknown("the mixed precision is not followed")
+    if isinstance(precision, Object):
+        for target in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
+            facts[target] = facts[f"ddp.{target}"]
+
+
+def _overlap(facts: dict[str, Fact]) -> None:
+    """`CommOverlapConfig` wins over the model's and the DDP configuration's own fields where it is not None."""
+    for name in (*OVERLAP_TO_MODEL, *OVERLAP_TO_DDP, "overlap_param_gather_with_optimizer_step"):
+        user = facts.get(f"comm_overlap.{name}")
+        target = name if name in OVERLAP_TO_MODEL else f"ddp.{name}" if name in OVERLAP_TO_DDP else f"optimizer.{name}"
+        if user is not None:
+            facts[target] = _override(user, facts.get(target))
+
+
+def _override(user: Fact, own: Fact | None) -> Fact:
+    if isinstance(user, Choice):
+        return join(user.branch, _override(user.if_true, own), _override(user.if_false, own))
+    if isinstance(user, Known) and user.value is None:
+        return own if own is not None else Known(False, None, "default")
+    return user
+
+
+def _packing(facts: dict[str, Fact]) -> None:
+    """One fact for packed sequences, whichever of the ways Bridge has for them."""
+    offline, in_batch = facts.get("dataset.enable_offline_packing"), facts.get("dataset.enable_in_batch_packing")
+    specs = facts.get("dataset.offline_packing_specs") or facts.get("dataset.packed_sequence_specs")
+    states = [fact for fact in (offline, in_batch) if fact is not None]
+    on = [fact for fact in states if isinstance(fact, Known) and fact.value is True]
+    if on:
+        facts["dataset.packed_sequences"] = Known(True, on[0].source)
+    elif specs is not None and isinstance(specs, Known) and specs.value is not None:
+        facts["dataset.packed_sequences"] = Known(True, specs.source)
+    elif all(isinstance(fact, Known) for fact in states):
+        facts["dataset.packed_sequences"] = Known(False, states[0].source if states else None)
+    else:
+        facts["dataset.packed_sequences"] = Unknown("packing depends on values that are not known")
+    nested = facts.get("dataset.dataset_kwargs.pad_to_max_length")
+    if nested is not None and isinstance(nested, Known) and nested.value is True:
+        facts["dataset.pad_to_max_length"] = nested
+
+
+def _fact(slot: Slot, value: Any = ...) -> Fact:
+    value = slot.value if value is ... else value
+    source = slot.site.source if slot.site is not None else None
+    if isinstance(value, ChoiceValue):
+        return join(value.branch, _fact(slot, value.if_true), _fact(slot, value.if_false))
+    if isinstance(value, UnknownValue):
+        return Unknown(value.reason, source)
+    if isinstance(value, ListValue):
+        items = [_plain(item) for item in value.items]
+        unknown = next((item for item in value.items if isinstance(item, (UnknownValue, ChoiceValue))), None)
+        if unknown is not None:
+            return Unknown("some elements are not known", source)
+        return Known(items, source)
+    if isinstance(value, Object):
+        return Known({"object": value.class_name}, source)
+    return Known(_plain(value), source)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, External):
+        owner, _, member = value.name.rpartition(".")
+        enum = owner.rpartition(".")[2]
+        if "CudaGraph" in enum:
+            return Member(member, enum)
+        return value.name
+    if isinstance(value, ListValue):
+        return [_plain(item) for item in value.items]
+    if isinstance(value, (tuple, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Object):
+        return {"object": value.class_name}
+    return value
+
+
+__all__ = ["BridgeClasses", "choose", "config_kind", "facts_of", "intrinsics", "is_model", "lift"]

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python recipes: which functions of a file build a configuration, what each settles, and how to write settings into one."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cudagraphs.formats import bridge
+from cudagraphs.formats.interpreter import Entry, Interpreter
+from cudagraphs.formats.modules import Modules
+from cudagraphs.formats.source import SourceError, Splice, TextFile, load, parse_python
+from cudagraphs.formats.values import Object, Site, UnknownValue
+from cudagraphs.rules.defaults import FIELDS
+from cudagraphs.settings import Choice, Fact, Known, Settings
+from cudagraphs.versions import Versions
+
+SCRIPT = "<script>"
+# Functions that take a finished configuration to training; a script's settings are those at the first such call.
+CONSUMERS = frozenset({"pretrain", "finetune", "train", "run_training", "launch", "forward_step_loop"})
+CONFIG_CLASSES = ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "Provider")
+
+
+class RecipeError(SourceError):
+    """The file holds no recipe that can be worked on; the text is one line with the mend."""
+
+
+@dataclass
+class Run:
+    """One recipe function, interpreted."""
+
+    name: str
+    node: ast.FunctionDef | ast.Module
+    interpreter: Interpreter
+    entry: Entry
+    settings: Settings
+    kind: str
+
+    @property
+    def config(self) -> Any:
+        return self.entry.value
+
+
+class PythonRecipe:
+    """A recipe file. Reading never executes it."""
+
+    format = "python"
+
+    def __init__(self, path: Path, versions: Versions, roots: list[Path] = (), file: TextFile | None = None):
+        self.path, self.versions, self.roots = path, versions, list(roots)
+        self.file = file or load(path)
+        self.tree = parse_python(self.file)
+        if not self.tree.body:
+            raise RecipeError(f"{path}: is empty; name a Python recipe that builds a configuration")
+        self.modules = Modules(path, self.roots)
+        self.module = self.modules.main(self.file, self.tree)
+        self.classes = bridge.BridgeClasses(versions)
+        self.intrinsics = bridge.intrinsics(versions)
+        self._runs: dict[str, Run] = {}
+
+    # -- which functions ------------------------------------------------------------------------------------------------------
+
+    def functions(self) -> dict[str, ast.FunctionDef]:
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
+
+    def candidates(self) -> list[str]:
+        """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top level."""
+        names = [name for name, node in self.functions().items() if not name.startswith("_") and looks_like_recipe(node)]
+        if not names and any(_touches_configuration(node) for node in self.tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))):
+            names.append(SCRIPT)
+        return names
+
+    def select(self, patterns: list[str], everything: bool = False) -> list[str]:
+        """The functions that `--function` (names or globs) or `--all` picks; the only candidate where neither is given.
+
+        Raises RecipeError where nothing matches, or where several candidates are there and nothing picks among them.
+        """
+        candidates = self.candidates()
+        if patterns:
+            known = [*self.functions(), SCRIPT]
+            chosen = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+            for pattern in patterns:
+                if not fnmatch.filter(known, pattern):
+                    listed = ", ".join(candidates) or "none"
+                    raise RecipeError(f"{self.path}: no function matches --function {pattern!r}; recipe functions here: {listed}")
+            return chosen
+        if not candidates:
+            raise RecipeError(
+                f"{self.path}: no recipe function found; a recipe function returns a ConfigContainer, a model provider or a "
+                "TransformerConfig (name it with --function if it has another shape)"
+            )
+        if len(candidates) > 1 and not everything:
+            listed = "\n".join(f"  {name}" for name in candidates)
+            raise RecipeError(
+                f"{self.path}: {len(candidates)} recipe functions; pick with --function NAME (repeatable, globs allowed) or "
+                f"--all:\n{listed}"
+            )
+        return candidates
+
+    # -- reading --------------------------------------------------------------------------------------------------------------
+
+    def run(self, name: str) -> Run:
+        """Interpret one function. Raises RecipeError where it gives no configuration that can be followed."""
+        if name not in self._runs:
+            self._runs[name] = self._interpret(name)
+        return self._runs[name]
+
+    def _interpret(self, name: str) -> Run:
+        interpreter = Interpreter(self.modules, self.intrinsics, self.classes, CONSUMERS if name == SCRIPT else frozenset())
+        if name == SCRIPT:
+            node: ast.FunctionDef | ast.Module = self.tree
+            entry = interpreter.run_script(self.module)
+            if not bridge.config_kind(entry.value):
+                found = [v for v in entry.frame.locals.values() if bridge.config_kind(v)]
+                entry.value = found[-1] if found else entry.value
+        else:
+            node = self.functions()[name]
+            entry = interpreter.run_function(self.module, node)
+        kind = bridge.config_kind(entry.value)
+        if not kind:
+            why = f" ({entry.value.reason})" if isinstance(entry.value, UnknownValue) else ""
+            line = getattr(node, "lineno", 1)
+            raise RecipeError(f"{self.path}:{line}: {name} returns no configuration that can be followed{why}; return the ConfigContainer, provider or TransformerConfig itself")
+        configs = list(bridge._objects(entry.value))
+        facts = bridge.facts_of(interpreter, configs[-1], self.classes)
+        model = interpreter.attribute(configs[-1], "model") if kind == "container" else configs[-1]
+        reasons = [m.open_reason for m in bridge._objects(model) if m.open_reason]
+        if configs[-1].open_reason:
+            reasons.append(configs[-1].open_reason)
+        if isinstance(model, UnknownValue):
+            reasons.append(model.reason)
+        framework = "megatron-bridge" if kind == "container" or self._imports_bridge() else "megatron-core"
+        settings = Settings(
+            framework, self.versions, facts, name, str(self.path), complete=not reasons, incomplete_reason=reasons[0] if reasons else ""
+        )
+        return Run(name, node, interpreter, entry, settings, kind)
+
+    def _imports_bridge(self) -> bool:
+        return any(isinstance(n, ast.ImportFrom) and (n.module or "").startswith("megatron.bridge") for n in ast.walk(self.tree))
+
+    def built_on(self, name: str) -> list[str]:
+        """Other functions of this file that call `name`, so that a change to it changes them too."""
+        users = []
+        for other, node in self.functions().items():
+            if other != name and any(isinstance(n, ast.Call) and getattr(n.func, "id", "") == name for n in ast.walk(node)):
+                users.append(other)
+        return users
+
+    # -- writing --------------------------------------------------------------------------------------------------------------
+
+    def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["PythonRecipe", dict[str, str]]:
+        """The recipe with `overrides` (fact name -> value) in effect, and what could not be written here with the reason.
+
+        An assignment that already stands in the function is changed in place; what is missing, or does not win from there, is
+        set right before the function returns. The result is interpreted again, so what is returned really holds the values.
+        Raises RecipeError if that does not work out.
+        """
+        skipped: dict[str, str] = {}
+        recipe, at_end = self, set()
+        for _ in range(3):
+            run = recipe.run(name)
+            wanted = {k: v for k, v in overrides.items() if k not in skipped and not holds(run.settings.facts.get(k), v)}
+            if not wanted:
+                return recipe, skipped
+            writer = _Writer(recipe, run, at_end)
+            splices = writer.splices(wanted)
+            skipped.update(writer.skipped)
+            if not splices:
+                return recipe, skipped
+            raw = recipe.file.spliced(splices)
+            at_end = set(wanted) | at_end
+            text = raw[len(recipe.file.bom) :].decode(recipe.file.encoding)
+            file = TextFile(recipe.path, raw, recipe.file.encoding, recipe.file.bom, text)
+            recipe = PythonRecipe(recipe.path, recipe.versions, recipe.roots, file)
+        run = recipe.run(name)
+        stuck = [k for k, v in overrides.items() if k not in skipped and not holds(run.settings.facts.get(k), v)]
+        if stuck:
+            raise RecipeError(f"{self.path}: {name}: cannot make {', '.join(stuck)} take effect; set it by hand after the last change to it")
+        return recipe, skipped
+
+
+def looks_like_recipe(node: ast.FunctionDef) -> bool:
+    """Whether a function returns something and is declared, named or written like one that builds a configuration."""
+    returns = [n for n in _own_statements(node) if isinstance(n, ast.Return) and n.value is not None]
+    if not returns:
+        return False
+    if node.returns is not None:
+        annotation = ast.unparse(node.returns)
+        return any(name in annotation for name in CONFIG_CLASSES)
+    if node.name.endswith(("_config", "_recipe", "_provider")) or node.name in ("config", "recipe"):
+        return True
+    return any(_touches_configuration(statement) for statement in node.body)
+
+
+def _touches_configuration(node: ast.stmt) -> bool:
+    """Whether a statement builds a configuration, or sets something on the model of one."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call):
+            name = inner.func.attr if isinstance(inner.func, ast.Attribute) else getattr(inner.func, "id", "")
+            if name in ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "to_megatron_provider"):
+                return True
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            if isinstance(inner.value, ast.Attribute) and inner.value.attr == "model":
+                return True
+    return False
+
+
+def _own_statements(node: ast.FunctionDef | ast.Module) -> Iterator[ast.stmt]:
+    """Statements of a function without those of functions and classes nested in it."""
+    stack: list[ast.AST] = list(reversed(node.body))
+    while stack:
+        statement = stack.pop()
+        if isinstance(statement, ast.stmt):
+            yield statement
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        stack.extend(reversed([child for child in ast.iter_child_nodes(statement)]))
+
+
+def holds(fact: Fact | None, value: Any) -> bool:
+    """Whether a fact is known to hold the value, whichever way its branches go."""
+    if isinstance(fact, Choice):
+        return holds(fact.if_true, value) and holds(fact.if_false, value)
+    if not isinstance(fact, Known):
+        return False
+    have = list(fact.value) if isinstance(fact.value, (list, tuple)) else fact.value
+    want = list(value) if isinstance(value, (list, tuple)) else value
+    if isinstance(have, bool) != isinstance(want, bool):
+        return False
+    return have == want
+
+
+def literal(value: Any) -> str:
+    """Python source of a setting's value."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(literal(item) for item in value) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+class _Writer:
+    """The splices that put settings into one function of one recipe. `at_end` names facts that an edit in place did not mend."""
+
+    def __init__(self, recipe: PythonRecipe, run: Run, at_end: set[str]):
+        self.recipe, self.run, self.at_end = recipe, run, at_end
+        self.file = recipe.file
+        self.skipped: dict[str, str] = {}
+
+    def splices(self, wanted: Mapping[str, Any]) -> list[Splice]:
+        splices: list[Splice] = []
+        appended: list[tuple[str, str]] = []
+        new_keys: list[tuple[str, Any]] = []
+        for fact, value in wanted.items():
+            if fact.startswith("env."):
+                placed = self._environment(fact[4:], value, splices, new_keys, appended)
+            else:
+                placed = self._attribute(fact, value, splices, appended)
+            if not placed:
+                continue
+        if new_keys:
+            splices.append(self._into_mapping(new_keys))
+        if appended:
+            splices += self._before_returns(appended)
+        return splices
+
+    def _attribute(self, fact: str, value: Any, splices: list[Splice], appended: list[tuple[str, str]]) -> bool:
+        owner, path = self._owner(fact)
+        if owner is None:
+            self.skipped[fact] = path
+            return False
+        name = path.rpartition(".")[2]
+        slot = owner.slots.get(name) if isinstance(owner, Object) else None
+        site = slot.site if slot is not None else None
+        if site is not None and fact not in self.at_end and self._editable(site):
+            start, end = self.file.span(site.value)
+            splices.append(Splice(start, end, literal(value)))
+        else:
+            appended.append((path, literal(value)))
+        return True
+
+    def _owner(self, fact: str) -> tuple[Object | None, str]:
+        """The object that holds a fact and the path to it from the configuration; (None, reason) where there is none here."""
+        run, container = self.run, self.run.kind == "container"
+        config = run.config if isinstance(run.config, Object) else None
+        section, _, name = fact.rpartition(".")
+        if fact in FIELDS or section in ("", "model"):
+            name = fact.rpartition(".")[2]
+            if not container:
+                return config or Object(""), name
+            section = "model"
+        elif not container:
+            return None, f"this recipe builds only the model's configuration; set {fact} where the training loop is configured"
+        if name in (*bridge.OVERLAP_TO_MODEL, *bridge.OVERLAP_TO_DDP, "overlap_param_gather_with_optimizer_step") and config is not None:
+            overlap = run.interpreter.attribute(config, "comm_overlap")
+            if isinstance(overlap, Object) and overlap.slots.get(name) is not None and overlap.slots[name].value is not None:
+                return overlap, f"comm_overlap.{name}"
+        if name in bridge.PRECISION_TO_DDP and section == "ddp":
+            return None, "it follows the mixed precision configuration"
+        owner: Any = config or Object("")
+        for part in section.split("."):
+            owner = run.interpreter.attribute(owner, part) if config is not None else Object("")
+            if owner is None:
+                return None, f"{section} is None in this recipe"
+        return (owner if isinstance(owner, Object) else Object("")), f"{section}.{name}"
+
+    def _editable(self, site: Site) -> bool:
+        """Whether the value can be changed where it stands: in this very function, on every path, one target, a plain span."""
+        if site.frame != 0 or site.conditional or site.value is None or site.module is not self.recipe.module:
+            return False
+        return site.call is None or site.module is self.recipe.module
+
+    def _environment(self, name: str, value: Any, splices: list[Splice], new_keys: list, appended: list) -> bool:
+        config = self.run.config
+        variables = self.run.interpreter.attribute(config, "env_vars") if self.run.kind == "container" and isinstance(config, Object) else None
+        if not isinstance(variables, Object) or (not variables.slots and variables.call is None):
+            self.skipped[f"env.{name}"] = "the recipe has no env_vars block"
+            return False
+        plain = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
+        slot = variables.slots.get(name)
+        if slot is not None and slot.site is not None and self._editable(slot.site) and f"env.{name}" not in self.at_end:
+            start, end = self.file.span(slot.site.value)
+            splices.append(Splice(start, end, literal(plain)))
+        elif isinstance(variables.call, ast.Dict) and variables.frame == 0 and variables.module is self.recipe.module and f"env.{name}" not in self.at_end:
+            new_keys.append((variables.call, name, plain))
+        else:
+            # a new mapping: the old one may be shared with other recipes
+            appended.append(("env_vars", f"{{**{{root}}.env_vars, {literal(name)}: {literal(plain)}}}"))
+        return True
+
+    def _into_mapping(self, new_keys: list) -> Splice:
+        """New entries at the end of a dictionary display, one a line where the display has one entry a line."""
+        node = new_keys[0][0]
+        start, end = self.file.span(node)
+        body = self.file.utf8[start:end].decode("utf-8")
+        entries = [f"{literal(name)}: {literal(value)}" for _, name, value in new_keys]
+        if not node.values:
+            return Splice(start, end, "{" + ", ".join(entries) + "}")
+        last_end = self.file.span(node.values[-1])[1]
+        tail = self.file.utf8[last_end:end].decode("utf-8")
+        has_comma = any(line.split("#")[0].strip().startswith(",") for line in tail[:-1].splitlines() if line.split("#")[0].strip())
+        if "\n" not in body and "\r" not in body:
+            glue = " " if has_comma and tail[:-1].strip() == "," else ", "
+            at = end - 1
+            return Splice(at, at, (glue if not has_comma else " ") + ", ".join(entries))
+        newline = self.file.newline
+        key_node = next((key for key in reversed(node.keys) if key is not None), None)
+        line = key_node.lineno if key_node is not None else node.values[-1].lineno
+        indent = self.file.indent(line)
+        brace_line = self.file.line_starts[node.end_lineno - 1]
+        if self.file.utf8[brace_line : end - 1].strip() == b"":
+            lines = "".join(f"{indent}{entry},{newline}" for entry in entries)
+            if has_comma:
+                return Splice(brace_line, brace_line, lines)
+            return Splice(last_end, brace_line, "," + self.file.utf8[last_end:brace_line].decode("utf-8") + lines)
+        return Splice(last_end, last_end, "".join(f",{newline}{indent}{entry}" for entry in entries))
+
+    def _before_returns(self, appended: list[tuple[str, str]]) -> list[Splice]:
+        newline = self.file.newline
+        node = self.run.node
+        if isinstance(node, ast.Module):
+            return [self._before_consumer(appended)]
+        splices = []
+        for statement in _own_statements(node):
+            if not isinstance(statement, ast.Return) or statement.value is None or _is_none(statement.value):
+                continue
+            indent = self.file.indent(statement.lineno)
+            if self.file.offset(statement.lineno, statement.col_offset) != self.file.line_starts[statement.lineno - 1] + len(indent.encode()):
+                raise RecipeError(
+                    f"{self.recipe.path}:{statement.lineno}: the return shares its line with other code; put it on a line of its own"
+                )
+            start, end = self.file.span(statement)
+            if isinstance(statement.value, ast.Name):
+                lines = self._lines(appended, statement.value.id, indent)
+                splices.append(Splice(start, start, (newline + indent).join(lines) + newline + indent))
+            else:
+                root = self._free_name(node)
+                value_start, value_end = self.file.span(statement.value)
+                lines = [*self._lines(appended, root, indent), f"return {root}"]
+                opening, closing = "", ""
+                between = self.file.utf8[start + len("return") : value_start].decode("utf-8")
+                # `return (\n expr\n)` keeps its brackets: only the keyword is replaced
+                splices.append(Splice(start, start + len("return"), f"{root} ={opening}" + ("" if between[:1] in (" ", "\t") else " ")))
+                splices.append(Splice(end, end, closing + newline + indent + (newline + indent).join(lines)))
+                del value_end
+        if not splices:
+            raise RecipeError(f"{self.recipe.path}:{node.lineno}: {node.name} returns nothing that settings can be put on")
+        return splices
+
+    def _lines(self, appended: list[tuple[str, str]], root: str, indent: str) -> list[str]:
+        return [f"{root}.{path} = {text.replace('{root}', root)}" for path, text in appended]
+
+    def _free_name(self, node: ast.AST) -> str:
+        used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        return next(name for name in ("cfg", "config", "recipe_cfg", "graph_cfg", "cfg_with_graphs") if name not in used)
+
+    def _before_consumer(self, appended: list[tuple[str, str]]) -> Splice:
+        newline = self.file.newline
+        consumer = self.run.entry.consumed_by
+        variables = self.run.entry.frame.locals
+        root = next((name for name, value in variables.items() if value is self.run.config), None)
+        if root is None:
+            raise RecipeError(f"{self.recipe.path}: the configuration has no variable of its own; assign it to one before training starts")
+        if consumer is not None:
+            indent = self.file.indent(consumer.lineno)
+            start = self.file.span(consumer)[0]
+            return Splice(start, start, (newline + indent).join(self._lines(appended, root, indent)) + newline + indent)
+        end = len(self.file.utf8)
+        lead = "" if self.file.utf8.endswith((b"\n", b"\r")) else newline
+        return Splice(end, end, lead + newline.join(self._lines(appended, root, "")) + newline)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
