@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fact holds where a run does not name it, and the values worth trying where it is unknown."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cudagraphs.rules.fields import FIELDS, GONE
+from cudagraphs.rules.normalize import implementations
+from cudagraphs.versions import NEWEST, parse
+
+NEWEST_MINOR = parse(NEWEST["mcore"])[1]
+
+# What fields of TransformerConfig hold in versions that do not have them yet (or any more), as far as conditions read them.
+ABSENT = {
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": "full",
+    "cuda_graph_scope": None,
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "inference_cuda_graph_scope": None,
+}
+
+# Defaults outside TransformerConfig, for the frameworks that build on megatron-core.
+# Source: megatron/bridge/training/config.py and megatron/core (DistributedDataParallelConfig, OptimizerConfig), newest known
+# releases; megatron/training/arguments.py for Megatron-LM.
+SECTIONS: dict[str, Any] = {
+    "ddp.check_for_nan_in_grad": False,
+    "ddp.overlap_grad_reduce": False,
+    "ddp.overlap_param_gather": False,
+    "ddp.use_distributed_optimizer": False,
+    "ddp.use_megatron_fsdp": False,
+    "ddp.data_parallel_sharding_strategy": "no_shard",
+    "ddp.fp8_param_gather": False,
+    "ddp.reuse_grad_buf_for_mxfp8_param_ag": False,
+    "optimizer.optimizer_cuda_graph": False,
+    "optimizer.overlap_param_gather_with_optimizer_step": False,
+    "optimizer.log_num_zeros_in_grad": False,
+    "optimizer.optimizer_cpu_offload": False,
+    "rng.te_rng_tracker": False,
+    "rng.inference_rng_tracker": False,
+    "model.use_te_rng_tracker": False,
+    "rerun_state_machine.check_for_nan_in_loss": True,
+    "train.rampup_batch_size": None,
+    "comm_overlap.delay_wgrad_compute": None,
+    "comm_overlap.overlap_moe_expert_parallel_comm": None,
+    "comm_overlap.overlap_param_gather_with_optimizer_step": None,
+    "dataset.packed_sequences": False,
+}
+
+# Values that stand for everything a fact can hold, as far as any condition asks. A rule that answers the same for all of them
+# does not need the fact.
+_YES_NO = (False, True)
+DOMAINS: dict[str, tuple[Any, ...]] = {
+    "enable_cuda_graph": _YES_NO,
+    "external_cuda_graph": _YES_NO,
+    "inference_cuda_graph_scope": (None, "none", "layer", "block"),
+    "cpu_offloading": _YES_NO,
+    "recompute_granularity": (None, "selective", "full"),
+    "moe_layer_recompute": _YES_NO,
+    "attention_dropout": (0.0, 0.1),
+    "hidden_dropout": (0.0, 0.1),
+    "moe_input_jitter_eps": (None, 0.01),
+    "num_moe_experts": (None, 1, 8),
+    "moe_layer_freq": (1, 2, [0, 1], [1, 1]),
+    "moe_expert_capacity_factor": (None, 1.25),
+    "moe_pad_expert_input_to_capacity": _YES_NO,
+    "moe_router_padding_for_fp8": _YES_NO,
+    "moe_router_padding_for_quantization": _YES_NO,
+    "moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+    "moe_shared_expert_overlap": _YES_NO,
+    "moe_shared_expert_intermediate_size": (None, 2048),
+    "fine_grained_activation_offloading": _YES_NO,
+    "overlap_moe_expert_parallel_comm": _YES_NO,
+    "delay_wgrad_compute": _YES_NO,
+    "gradient_accumulation_fusion": _YES_NO,
+    "add_bias_linear": _YES_NO,
+    "add_qkv_bias": _YES_NO,
+    "gtp_weight_remat_size": (1, 2),
+    "fp8": (None, "e4m3", "hybrid", "mxfp8"),
+    "fp4": (None, "e2m1"),
+    "cross_entropy_loss_fusion": _YES_NO,
+    "cross_entropy_fusion_impl": ("native", "te"),
+    "use_te_rng_tracker": _YES_NO,
+    "mtp_num_layers": (None, 1, 2),
+    "pipeline_model_parallel_size": (1, 2),
+    "virtual_pipeline_model_parallel_size": (None, 2),
+    "expert_model_parallel_size": (1, 2),
+    "cuda_graph_warmup_steps": (0, 3),
+    "ddp.check_for_nan_in_grad": _YES_NO,
+    "ddp.overlap_grad_reduce": _YES_NO,
+    "ddp.overlap_param_gather": _YES_NO,
+    "ddp.use_megatron_fsdp": _YES_NO,
+    "optimizer.optimizer_cuda_graph": _YES_NO,
+    "optimizer.overlap_param_gather_with_optimizer_step": _YES_NO,
+    "optimizer.log_num_zeros_in_grad": _YES_NO,
+    "rng.te_rng_tracker": _YES_NO,
+    "rng.inference_rng_tracker": _YES_NO,
+    "rerun_state_machine.check_for_nan_in_loss": _YES_NO,
+    "comm_overlap.delay_wgrad_compute": (None, False, True),
+    "comm_overlap.overlap_moe_expert_parallel_comm": (None, False, True),
+    "comm_overlap.overlap_param_gather_with_optimizer_step": (None, False, True),
+}
+
+
+@lru_cache(maxsize=None)
+def of_config(minor: int) -> dict[str, Any]:
+    """Defaults of TransformerConfig in this minor version, `...` where the default is not a literal. Do not change it."""
+    values = dict(ABSENT)
+    if minor < 18:
+        # the scopes' field had another name, and another default
+        values["cuda_graph_scope"] = "full"
+    for name, steps in FIELDS.items():
+        value: Any = GONE
+        for since, default in steps:
+            if since <= max(minor, 13):
+                value = default
+        if value is not GONE:
+            values[name] = value
+    return values
+
+
+@lru_cache(maxsize=None)
+def field_names(minor: int) -> frozenset[str]:
+    """The fields that TransformerConfig takes in this minor version."""
+    minor = min(minor, NEWEST_MINOR)
+    return frozenset(
+        name for name, steps in FIELDS.items() if [value for since, value in steps if since <= minor][-1:] not in ([], [GONE])
+    )
+
+
+def candidates(name: str, minor: int) -> tuple[Any, ...]:
+    """Values to try for an unknown fact, () where no few values stand for all."""
+    return implementations(minor) if name == "cuda_graph_impl" else DOMAINS.get(name, ())
+
+
+def default(name: str, minor: int) -> Any:
+    """The upstream default of a fact. Raises KeyError where there is none, or none that is a plain value."""
+    if "." not in name:
+        value = of_config(min(minor, NEWEST_MINOR))[name]
+    elif name.startswith("env."):
+        value = None
+    else:
+        value = SECTIONS[name]
+    if value is ...:
+        raise KeyError(name)
+    return value
