@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from importlib import metadata
 
 Number = tuple[int, ...]
 
@@ -74,6 +73,8 @@ class Versions:
 
 def installed(component: str) -> str | None:
     """The version of the installed distribution, read from its metadata without importing it; None if it is not installed."""
+    from importlib import metadata  # costs more than all the rules together, and is not needed where versions are given
+
     for name in DISTRIBUTIONS[component]:
         try:
             return metadata.version(name)

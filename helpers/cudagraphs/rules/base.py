@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cudagraphs.settings import Branch, Source
 from cudagraphs.versions import Versions
@@ -66,45 +65,66 @@ class NeedsSide(Open):
         self.branch = branch
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """Facts (what is not named holds its default) and the versions to judge them by, as `versions.resolve` takes them."""
 
     facts: Mapping[str, Any]
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = {}
     framework: str | None = None
 
 
-@dataclass(frozen=True)
+# (lower end, inclusive; upper end, exclusive), None at an open end
+Range = "tuple[tuple[int, ...] | None, tuple[int, ...] | None]"
+
+
 class Rule:
     """One rule. `when` holds for the facts that break it.
 
     `mcore` is an inclusive range of megatron-core minor numbers, None at an open end. `bridge`, `te`, `automodel` and
     `torch` are ranges of versions, the lower end inclusive and the upper exclusive; a rule with such a range does not hold
-    where the component is absent.
+    where the component is absent. A `safe` fix keeps what is computed and the memory that it needs; it may change what is
+    captured. `upstream` holds pieces of the messages that users see.
+
+    A plain class: generated `__init__` methods would take longer than everything else that importing the rules does.
     """
 
-    code: str
-    title: str
-    layer: str
-    severity: str
-    when: Condition
-    message: str
-    mend: str
-    why: str
-    source: str
-    bad: tuple[Example, ...]
-    good: tuple[Example, ...]
-    frameworks: tuple[str, ...] = MEGATRON
-    mcore: tuple[int | None, int | None] = (None, None)
-    bridge: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None
-    te: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None
-    automodel: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None
-    torch: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None
-    fix: Fix | None = None
-    # A safe fix keeps what is computed and the memory that it needs; it may change what is captured.
-    safe: bool = True
-    upstream: tuple[str, ...] = ()
+    __slots__ = (
+        "code", "title", "layer", "severity", "when", "message", "mend", "why", "source", "bad", "good", "frameworks",
+        "mcore", "bridge", "te", "automodel", "torch", "fix", "safe", "upstream",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        code: str,
+        title: str,
+        layer: str,
+        severity: str,
+        when: Condition,
+        message: str,
+        mend: str,
+        why: str,
+        source: str,
+        bad: tuple[Example, ...],
+        good: tuple[Example, ...],
+        frameworks: tuple[str, ...] = MEGATRON,
+        mcore: tuple[int | None, int | None] = (None, None),
+        bridge: Range | None = None,
+        te: Range | None = None,
+        automodel: Range | None = None,
+        torch: Range | None = None,
+        fix: Fix | None = None,
+        safe: bool = True,
+        upstream: tuple[str, ...] = (),
+    ):
+        self.code, self.title, self.layer, self.severity = code, title, layer, severity
+        self.when, self.message, self.mend, self.fix, self.safe = when, message, mend, fix, safe
+        self.why, self.source, self.upstream, self.bad, self.good = why, source, upstream, bad, good
+        self.frameworks, self.mcore, self.bridge, self.te = frameworks, mcore, bridge, te
+        self.automodel, self.torch = automodel, torch
+
+    def __repr__(self) -> str:
+        return f"Rule({self.code})"
 
     def holds_for(self, framework: str, versions: Versions) -> bool:
         """Whether the rule applies to this framework in these versions."""
@@ -143,7 +163,7 @@ class Rule:
         return "; ".join(parts)
 
 
-def _within(have: tuple[int, ...] | None, wanted: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> bool:
+def _within(have: tuple[int, ...] | None, wanted: Range) -> bool:
     low, high = wanted
     return have is not None and (low is None or have >= low) and (high is None or have < high)
 
@@ -152,8 +172,7 @@ def _dotted(number: Iterable[int]) -> str:
     return ".".join(map(str, number))
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One rule that a run breaks, or (with `needs`) a rule that cannot be judged without the named facts.
 
     `when` names the branch sides under which it holds, "" if it holds on all of them. `fix` maps fact names to the values
@@ -174,8 +193,7 @@ class Finding:
     needs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class GraphState:
+class GraphState(NamedTuple):
     """What is captured after upstream's migrations: the implementation, the scopes, and the inference scope.
 
     `impl` is in the version's own terms ("local" with full_iteration in `modules` up to 0.17, "full_iteration" from 0.18).
