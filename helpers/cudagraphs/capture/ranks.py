@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the parents of several ranks keep step: they exchange small values through a store, and hear of each other's failures.
+
+Under torchrun every rank runs the whole tool: a parent with its own children. The children of one variant form a process
+group; the parents do not belong to it, so they stay able to talk when it breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+
+
+class Ranks:
+    """A single rank: everybody agrees at once."""
+
+    rank, world, local_rank = 0, 1, 0
+    rendezvous: dict | None = None
+
+    def agree(self, tag: str, value) -> list:
+        """The values of all ranks for the tag, by rank. Every rank must ask for the same tags in the same order."""
+        return [value]
+
+    def tell_failed(self, name: str, message: str) -> None:
+        """Lets the other ranks know that this rank's process of a variant failed."""
+
+    def failed(self, name: str) -> tuple[int, str] | None:
+        """(rank, message) if another rank told of a failure of the variant."""
+        return None
+
+
+class StoreRanks(Ranks):
+    """Ranks that meet in a key-value store with the methods set, get, wait and check of torch.distributed.Store."""
+
+    def __init__(self, store, rank: int, world: int, local_rank: int = 0, limit_s: float = 600.0, rendezvous=None):
+        self._store, self.rank, self.world, self.local_rank = store, rank, world, local_rank
+        self._limit = timedelta(seconds=limit_s)
+        self._count = 0
+        self.rendezvous = rendezvous
+
+    def agree(self, tag: str, value) -> list:
+        self._count += 1
+        keys = [f"agree/{self._count}/{tag}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        self._store.wait(keys, self._limit)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def tell_failed(self, name: str, message: str) -> None:
+        self._store.set(f"failed/{name}", json.dumps([self.rank, message]))
+
+    def failed(self, name: str) -> tuple[int, str] | None:
+        key = f"failed/{name}"
+        if not self._store.check([key]):
+            return None
+        rank, message = json.loads(self._store.get(key))
+        return None if rank == self.rank else (rank, message)
+
+
+def from_environment(limit_s: float) -> Ranks:
+    """The ranks that torchrun's environment describes; a single rank without it.
+
+    The store is the launcher's own where it offers one (TORCHELASTIC_USE_AGENT_STORE, set by torchrun), else rank 0 holds it.
+    Raises KeyError naming a variable that the launcher should have set.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks()
+    from torch.distributed import PrefixStore, TCPStore
+
+    rank = int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(host, port, world, is_master=master, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+    # A restarted torchrun keeps its store; keys of the attempt before must not answer for this one.
+    prefix = f"smoke/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    meeting = {"host": host, "port": port, "prefix": prefix}
+    return StoreRanks(
+        PrefixStore(prefix, store), rank, world, int(os.environ.get("LOCAL_RANK", rank)), limit_s, meeting
+    )
