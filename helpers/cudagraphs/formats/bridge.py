@@ -30,6 +30,8 @@ from cudagraphs.settings import Choice, Fact, Known, Unknown, join
 from cudagraphs.versions import Versions
 
 CONTAINER = "ConfigContainer"
+# the class name of a provider that AutoBridge fills from a checkpoint's configuration
+FROM_CHECKPOINT = "AutoBridgeProvider"
 # Sections that ConfigContainer makes by itself, with their classes; the others in SECTIONS are None unless the recipe sets them.
 SECTION_CLASSES = {
     "rng": "RNGConfig",
@@ -76,6 +78,26 @@ OVERLAP_TO_MODEL = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 OVERLAP_TO_DDP = ("overlap_grad_reduce", "overlap_param_gather")
 
 
+# How a model is run, as against what it is: no checkpoint conversion of megatron-bridge 0.3 to 0.6 (models/*/*_bridge.py and the
+# mapping in models/conversion/model_bridge.py) sets these fields, so they hold TransformerConfig's defaults until a recipe does.
+EXECUTION_PREFIXES = (
+    "cuda_graph_", "recompute_", "cpu_offloading", "overlap_", "delay_", "tp_comm_", "fp8", "fp4", "gtp_", "offload_",
+    "enable_cuda_graph", "external_cuda_graph", "inference_cuda_graph_scope", "fine_grained_activation_offloading",
+)  # fmt: skip
+EXECUTION_FIELDS = frozenset(
+    "use_te_rng_tracker sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size moe_expert_capacity_factor "
+    "moe_pad_expert_input_to_capacity moe_layer_recompute moe_input_jitter_eps moe_router_padding_for_fp8 "
+    "moe_router_padding_for_quantization moe_token_drop_policy deterministic_mode hybrid_context_parallel".split()
+)
+# Providers that choose their own recompute modules: sarvam_provider.py in megatron-bridge 0.6.2.
+OWN_RECOMPUTE = ("sarvam",)
+
+
+def is_execution_field(name: str) -> bool:
+    return name in EXECUTION_FIELDS or name.startswith(EXECUTION_PREFIXES)
+
+
 class BridgeClasses(Classes):
     """Defaults of upstream's configuration classes for one set of versions."""
 
@@ -95,7 +117,7 @@ class BridgeClasses(Classes):
                 return interpreter.new_object(SECTION_CLASSES[name])
             if name in NONE_SECTIONS:
                 return None
-        elif not obj.open_reason:
+        elif not obj.open_reason or self._from_checkpoint(obj, name):
             found = self._class_default(interpreter, obj, name)
             if found is not None:
                 return found[0]
@@ -111,11 +133,18 @@ class BridgeClasses(Classes):
             return (None,)
         if cls == "MixedPrecisionConfig" and name in MIXED_PRECISION_FIELDS:
             return (MIXED_PRECISION_FIELDS[name],)
-        if cls in CORE_CONFIGS:
+        if cls in CORE_CONFIGS or self._from_checkpoint(obj, name):
             return self._core(name)
         if isinstance(obj.class_value, ClassValue):
             return self._from_source(interpreter, obj.class_value, name)
         return None
+
+    def _from_checkpoint(self, obj: Object, name: str) -> bool:
+        """Whether the object is a provider filled from a checkpoint and the field one that no checkpoint sets."""
+        if obj.class_name != FROM_CHECKPOINT or not obj.open_reason.startswith("it comes from") or not is_execution_field(name):
+            return False
+        own = name.startswith("recompute_") and any(family in obj.open_reason.lower() for family in OWN_RECOMPUTE)
+        return not own
 
     def _core(self, name: str) -> tuple[Any] | None:
         value = self.core.get(name, ...)
@@ -202,7 +231,7 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
     def to_provider(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Object:
         model_id = arguments[0].slots["hf_id"].value if arguments and "hf_id" in arguments[0].slots else None
         where = f"the checkpoint {model_id}" if isinstance(model_id, str) else "the checkpoint"
-        provider = interpreter.new_object("AutoBridgeProvider", open_reason=f"it comes from the configuration of {where}")
+        provider = interpreter.new_object(FROM_CHECKPOINT, open_reason=f"it comes from the configuration of {where}")
         provider.slots["__hf_id__"] = Slot(model_id if model_id is not None else UnknownValue("the model's name is not known"))
         provider.call, provider.module, provider.frame = call.node, call.frame.module, call.frame.number
         return provider
@@ -328,11 +357,9 @@ def _model_facts(facts: dict[str, Fact], interpreter: Interpreter, model: Object
                 _flatten(facts, key, slot.value)
             else:
                 facts[key] = _fact(slot)
-    if model.open_reason:
-        return
-    # the class is known: what the recipe leaves alone holds the class's default, which may differ from TransformerConfig's
+    # where the class is known, what the recipe leaves alone holds the class's default, which may differ from TransformerConfig's
     for name in classes.core_fields:
-        if name not in facts:
+        if name not in facts and (not model.open_reason or classes._from_checkpoint(model, name)):
             found = classes._class_default(interpreter, model, name)
             if found is not None and not isinstance(found[0], (UnknownValue, Object)):
                 facts[name] = Known(_plain(found[0]), None, "default")

@@ -1,0 +1,292 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Turn CUDA graphs on (or off) in a training recipe, in place.
+
+Reads the recipe without running it, recommends the implementation and the scopes, writes every setting that they need under
+the names of the installed version, checks the result against the rules, and shows what changed. Nothing is written if the
+result would be rejected.
+
+Usage:
+    python helpers/apply_overrides.py recipe.py                         recommend and write
+    python helpers/apply_overrides.py recipe.py --diff                  show, write nothing
+    python helpers/apply_overrides.py recipe.py --function 'qwen3_*'    pick among several recipe functions (repeatable)
+    python helpers/apply_overrides.py recipe.py --all                   every recipe function of the file
+    python helpers/apply_overrides.py recipe.py --preset narrow|widest  fewer or more scopes than the default
+    python helpers/apply_overrides.py recipe.py --impl transformer_engine --scopes attn,mlp
+    python helpers/apply_overrides.py recipe.py --set model.cuda_graph_warmup_steps=5
+    python helpers/apply_overrides.py recipe.py --off                   turn graphs off cleanly
+
+Output: a unified diff and a short report on stdout; with --json one object on stdout instead, and the prose on stderr.
+
+Exit codes:
+    0  done, or nothing to do
+    1  refused: the result would not validate, or graphs cannot be recommended; nothing was written
+    2  usage, or input that cannot be read
+    3  a fault of this helper
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.dont_write_bytecode = True  # the skill folder may be read-only, and must stay as it was signed
+
+from cudagraphs import cli, report  # noqa: E402
+from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
+from cudagraphs.formats.source import write_atomically  # noqa: E402
+from cudagraphs.recommend import Recommendation, off, recommend  # noqa: E402
+from cudagraphs.rules import check, graph_state  # noqa: E402
+from cudagraphs.rules.base import Finding, GraphState  # noqa: E402
+from cudagraphs.rules.defaults import SECTIONS, field_names  # noqa: E402
+from cudagraphs.rules.normalize import implementations, scope_names  # noqa: E402
+from cudagraphs.settings import Settings  # noqa: E402
+from cudagraphs.versions import Versions  # noqa: E402
+
+PROGRAM = "apply_overrides"
+
+
+@dataclass
+class Outcome:
+    """What was done to one recipe function."""
+
+    name: str
+    before: GraphState
+    after: GraphState
+    settings: Settings
+    recommendation: Recommendation
+    exports: dict[str, str]
+    skipped: dict[str, str]
+    findings: list[Finding] = field(default_factory=list)
+    also_changed: list[str] = field(default_factory=list)
+
+    @property
+    def refused(self) -> str:
+        if self.recommendation.refused:
+            return self.recommendation.refused
+        codes = [finding.code for finding in self.findings if report.is_blocking(finding)]
+        return f"the result would not validate: {', '.join(dict.fromkeys(codes))}" if codes else ""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="the file that configures the training run")
+    parser.add_argument("--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable")
+    parser.add_argument("--all", action="store_true", help="every recipe function of the file")
+    parser.add_argument("--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content")
+    parser.add_argument("--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie")
+    wanted = parser.add_argument_group("what to turn on")
+    wanted.add_argument("--impl", metavar="NAME", help="implementation: transformer_engine, full_iteration, local")
+    wanted.add_argument("--scopes", metavar="A,B", help="modules to capture, comma separated")
+    wanted.add_argument("--preset", choices=("narrow", "widest"), help="fewer, or as many, scopes as the version accepts")
+    wanted.add_argument("--warmup-steps", type=int, metavar="N", help="eager steps before capture")
+    wanted.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one more setting; repeatable")
+    wanted.add_argument("--off", action="store_true", help="turn CUDA graphs off")
+    output = parser.add_argument_group("output")
+    output.add_argument("--diff", action="store_true", help="show the change, write nothing")
+    output.add_argument("--output", type=Path, metavar="FILE", help="write here instead of in place")
+    output.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    output.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    cli.add_version_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    cli.utf8_streams()
+    arguments = cli.arguments_of(build_parser(), argv)
+    return arguments if isinstance(arguments, int) else cli.run(PROGRAM, lambda: apply(arguments))
+
+
+def apply(arguments: argparse.Namespace) -> int:
+    versions = cli.versions_from(arguments)
+    request = request_from(arguments, versions)
+    original = open_recipe(arguments.recipe, versions, arguments.framework, arguments.source_root)
+    names = original.select(arguments.function, arguments.all)
+    recipe: Recipe = original
+    outcomes = []
+    for name in names:
+        recipe, outcome = work_on(recipe, name, request)
+        outcome.also_changed = [other for other in recipe.built_on(name) if other not in names]
+        outcomes.append(outcome)
+    refused = [outcome for outcome in outcomes if outcome.refused]
+    changed = recipe.file.raw != original.file.raw
+    written = None
+    if not refused and not arguments.diff and (changed or arguments.output):
+        target = arguments.output or arguments.recipe
+        write_atomically(target, recipe.file.raw, None if arguments.output else original.file.raw)
+        written = str(target)
+    show(arguments, original, recipe, outcomes, changed, written)
+    return cli.FINDINGS if refused else cli.CLEAN
+
+
+@dataclass
+class Request:
+    """What the flags ask for; the setting names and scopes in it exist in the version."""
+
+    off: bool
+    impl: str | None
+    scopes: list[str] | None
+    preset: str | None
+    warmup_steps: int | None
+    extra: dict[str, Any]
+
+
+def request_from(arguments: argparse.Namespace, versions: Versions) -> Request:
+    """Raises UsageError for an implementation, scope, key or number that the version does not have."""
+    minor = versions.minor
+    scopes = None
+    if arguments.impl is not None and arguments.impl not in (*implementations(minor), "full_iteration"):
+        raise cli.UsageError(f"--impl {arguments.impl!r}: megatron-core 0.{minor} has {', '.join(implementations(minor))}")
+    if arguments.scopes is not None:
+        scopes = [scope.strip() for scope in arguments.scopes.split(",") if scope.strip()]
+        known = scope_names(minor)
+        for scope in scopes:
+            if known and scope not in known:
+                raise cli.UsageError(f"--scopes {scope!r}: megatron-core 0.{minor} has {', '.join(known)}")
+    if arguments.off and (arguments.impl or arguments.scopes or arguments.preset):
+        raise cli.UsageError("--off turns graphs off, so it does not go with --impl, --scopes or --preset")
+    if arguments.warmup_steps is not None and arguments.warmup_steps < 0:
+        raise cli.UsageError(f"--warmup-steps {arguments.warmup_steps}: give 0 or more")
+    return Request(
+        arguments.off, arguments.impl, scopes, arguments.preset, arguments.warmup_steps, dict(setting(text, versions) for text in arguments.set)
+    )
+
+
+def setting(text: str, versions: Versions) -> tuple[str, Any]:
+    """`model.key=value` -> (fact name, value). Raises UsageError for a text without `=` or a key that does not exist."""
+    import yaml
+
+    key, equals, value = text.partition("=")
+    key = key.strip().removeprefix("cfg.")
+    if not equals or not key:
+        raise cli.UsageError(f"--set {text!r}: give KEY=VALUE")
+    fields = field_names(versions.minor)
+    fact = key.removeprefix("model.")
+    if fact not in fields:
+        fact = key
+        if not (key.startswith("env.") and len(key) > 4) and key not in SECTIONS:
+            near = difflib.get_close_matches(fact.removeprefix("model."), [*fields, *SECTIONS], 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise cli.UsageError(f"--set {key}: megatron-core 0.{versions.minor} has no such setting{hint}")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        parsed = value
+    return fact, str(value) if fact.startswith("env.") else parsed
+
+
+def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcome]:
+    """Recommend for one run, write it into the recipe, and check what came out."""
+    run = recipe.run(name)
+    before = graph_state(run.settings)
+    if request.off:
+        overrides = off(run.settings)
+        advice = Recommendation("none", (), overrides, {}, ["turned off on request"], [], None)
+    else:
+        advice = recommend(
+            run.settings, preset=request.preset, impl=request.impl, scopes=request.scopes,
+            warmup_steps=request.warmup_steps, extra=request.extra,
+        )  # fmt: skip
+    if advice.refused:
+        findings = [finding for finding in check(run.settings) if finding.severity != "info"]
+        return recipe, Outcome(name, before, before, run.settings, advice, {}, {}, findings)
+    wanted = {**advice.overrides, **request.extra}
+    edited, skipped = recipe.edited(name, wanted)
+    exports = {key[4:]: str(wanted[key]) for key in skipped if key.startswith("env.")}
+    exports.update({key: str(value) for key, value in advice.exports.items()})
+    settings = edited.run(name).settings
+    # what the report asks to export is taken as exported, or every such recipe would be refused
+    findings = check(settings.with_values({f"env.{key}": value for key, value in exports.items()}))
+    skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
+    return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
+
+
+def show(
+    arguments: argparse.Namespace, original: Recipe, recipe: Recipe, outcomes: list[Outcome], changed: bool, written: str | None
+) -> None:
+    difference = report.unified_diff(original.file.text, recipe.file.text, str(arguments.recipe)) if changed else ""
+    if arguments.json:
+        cli.print_json(document(arguments, outcomes, difference, changed, written))
+    if arguments.quiet:
+        for outcome in outcomes:
+            if outcome.refused:
+                print(f"{PROGRAM}: {arguments.recipe}: {outcome.name}: refused: {outcome.refused}", file=sys.stderr)
+        return
+    stream = sys.stderr if arguments.json else sys.stdout
+    if difference and not arguments.json:
+        print(difference, file=stream)
+        print(file=stream)
+    print(f"{arguments.recipe}: {outcomes[0].settings.versions.describe()}", file=stream)
+    for outcome in outcomes:
+        for line in outcome_text(outcome):
+            print(line, file=stream)
+    print(verdict(arguments, outcomes, changed, written), file=stream)
+
+
+def outcome_text(outcome: Outcome) -> list[str]:
+    lines = [f"{outcome.name}: {report.state_text(outcome.before)} -> {report.state_text(outcome.after)}"]
+    lines += report.facts_text(outcome.settings)
+    lines += [f"  why: {reason}" for reason in outcome.recommendation.reasons]
+    lines += [f"  export before launch: {name}={value}" for name, value in outcome.exports.items()]
+    lines += [f"  not written: {name}: {reason}" for name, reason in outcome.skipped.items()]
+    if outcome.also_changed:
+        lines.append(f"  also changes what builds on it: {', '.join(outcome.also_changed)}")
+    undecided = [finding for finding in outcome.findings if finding.needs]
+    for finding in outcome.findings:
+        if not finding.needs and finding.severity != "info":
+            lines += report.finding_text(finding)
+    if undecided:
+        needs = list(dict.fromkeys(name for finding in undecided for name in finding.needs))
+        lines.append(f"  {len(undecided)} rules not decided for want of: {', '.join(needs)}")
+    lines += [f"  next: {step}" for step in outcome.recommendation.next_steps]
+    return lines
+
+
+def verdict(arguments: argparse.Namespace, outcomes: list[Outcome], changed: bool, written: str | None) -> str:
+    refused = [outcome for outcome in outcomes if outcome.refused]
+    if refused:
+        return "\n".join(f"refused: {outcome.name}: {outcome.refused}; nothing was written" for outcome in refused)
+    if written:
+        return f"written: {written}"
+    return "not written (--diff)" if changed else "nothing to change"
+
+
+def document(
+    arguments: argparse.Namespace, outcomes: list[Outcome], difference: str, changed: bool, written: str | None
+) -> dict[str, Any]:
+    return {
+        "schema_version": report.SCHEMA_VERSION,
+        "helper": PROGRAM,
+        "recipe": str(arguments.recipe),
+        "changed": changed,
+        "written": written,
+        "diff": difference,
+        "functions": [
+            {
+                "name": outcome.name,
+                "refused": outcome.refused or None,
+                "before": report.state_json(outcome.before),
+                "after": report.state_json(outcome.after),
+                "impl": outcome.recommendation.impl,
+                "scopes": list(outcome.recommendation.modules),
+                "overrides": outcome.recommendation.overrides,
+                "exports": outcome.exports,
+                "not_written": outcome.skipped,
+                "reasons": outcome.recommendation.reasons,
+                "next_steps": outcome.recommendation.next_steps,
+                "also_changes": outcome.also_changed,
+                "settings": report.settings_json(outcome.settings),
+                "findings": [report.finding_json(finding, outcome.name) for finding in outcome.findings],
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Check a recipe's CUDA graph settings against what the installed versions really enforce, and against what fails later.
+
+Usage:
+    python helpers/validate_constraints.py recipe.py                       every recipe function of the file
+    python helpers/validate_constraints.py recipe.py --function NAME       one of them (repeatable, globs allowed)
+    python helpers/validate_constraints.py recipe.py --format json|sarif|github
+    python helpers/validate_constraints.py recipe.py --fix                 apply the safe mends in place
+    python helpers/validate_constraints.py --explain CG204                 a rule, by code
+    python helpers/validate_constraints.py --explain "full recompute is only supported"   or by a piece of upstream's message
+    python helpers/validate_constraints.py --list-rules
+    python helpers/validate_constraints.py --fields-jsonl FILE --mcore 0.19 [--te 2.10]
+    python helpers/validate_constraints.py --write-pages references/rules  one Markdown page a rule
+
+Batch mode (--fields-jsonl; `-` reads stdin) takes plain TransformerConfig field overrides, one JSON object a line:
+    {"id": 1, "version": "0.17", "te": "2.8", "fields": {"cuda_graph_impl": "local"}}      version and te are optional
+and prints one line each:
+    {"id": 1, "verdict": "accepted"|"rejected", "codes": [...], "normalized": {"impl", "modules", "inference_scope"}}
+
+Output: findings on stdout, all at once; with --format json one object with schema_version (the same as --json).
+
+Exit codes:
+    0  no finding of severity error or runtime (batch mode: every line was judged)
+    1  such a finding stands
+    2  usage, or input that cannot be read
+    3  a fault of this helper
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.dont_write_bytecode = True  # the skill folder may be read-only, and must stay as it was signed
+
+from cudagraphs import cli, report  # noqa: E402
+from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
+from cudagraphs.formats.source import write_atomically  # noqa: E402
+from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
+from cudagraphs.rules.base import Finding  # noqa: E402
+
+PROGRAM = "validate_constraints"
+# A mend can uncover the next finding; upstream's longest chain of asserts that depend on each other is four.
+MAX_FIX_ROUNDS = 8
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, nargs="?", help="the file that configures the training run")
+    parser.add_argument("--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable")
+    parser.add_argument("--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content")
+    parser.add_argument("--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie")
+    parser.add_argument("--fix", action="store_true", help="apply the safe mends in place")
+    parser.add_argument("--facts-only", action="store_true", help="print every fact that was read, judge nothing")
+    parser.add_argument("--format", choices=("text", "json", "sarif", "github"), default="text")
+    parser.add_argument("--json", action="store_true", help="the same as --format json")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but findings of severity error and runtime")
+    other = parser.add_argument_group("instead of a recipe")
+    other.add_argument("--explain", metavar="CODE|TEXT", help="print a rule by its code or by a piece of upstream's message")
+    other.add_argument("--list-rules", action="store_true", help="one line a rule")
+    other.add_argument("--fields-jsonl", metavar="FILE", help="batch mode over TransformerConfig fields; - for stdin")
+    other.add_argument("--jsonl", action="store_true", help="batch mode: accepted for clarity; the output is JSON lines anyway")
+    other.add_argument("--write-pages", type=Path, metavar="DIR", help="write the rules' reference pages")
+    cli.add_version_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    cli.utf8_streams()
+    arguments = cli.arguments_of(build_parser(), argv)
+    return arguments if isinstance(arguments, int) else cli.run(PROGRAM, lambda: dispatch(arguments))
+
+
+def dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.explain is not None:
+        return explain_rule(arguments.explain, arguments.json or arguments.format == "json")
+    if arguments.list_rules:
+        for rule in REGISTRY:
+            print(f"{rule.code} {rule.severity:8} {rule.layer:12} {rule.title} [{rule.versions_text()}]")
+        return cli.CLEAN
+    if arguments.write_pages is not None:
+        from cudagraphs.rules import pages
+
+        written = pages.write(arguments.write_pages)
+        print(f"{len(written)} pages in {arguments.write_pages}")
+        return cli.CLEAN
+    if arguments.fields_jsonl is not None:
+        return batch(arguments)
+    if arguments.recipe is None:
+        raise cli.UsageError("name a recipe, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help")
+    return validate(arguments)
+
+
+def explain_rule(text: str, as_json: bool) -> int:
+    rules = explain(text)
+    if as_json:
+        rows = [
+            {"code": r.code, "title": r.title, "severity": r.severity, "layer": r.layer, "why": r.why, "mend": r.mend,
+             "versions": r.versions_text(), "source": r.source, "upstream": list(r.upstream)}
+            for r in rules
+        ]  # fmt: skip
+        cli.print_json({"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "query": text, "rules": rows})
+        return cli.CLEAN if rules else cli.USAGE
+    if not rules:
+        raise cli.UsageError(f"--explain {text!r}: no rule has this code or a message like it; --list-rules shows all")
+    for rule in rules:
+        print(f"{rule.code} {rule.title}\n  severity: {rule.severity} ({rule.layer})\n  versions: {rule.versions_text()}")
+        print(f"  why: {rule.why}\n  mend: {rule.mend}\n  source: {rule.source}")
+        for message in rule.upstream:
+            print(f"  upstream says: {message}")
+    return cli.CLEAN
+
+
+def batch(arguments: argparse.Namespace) -> int:
+    from cudagraphs import batch as batches
+
+    versions = cli.versions_from(arguments)
+    mcore = arguments.mcore or ".".join(map(str, versions.mcore or ()))
+    te = arguments.te if arguments.te is not None else ".".join(map(str, versions.te or ()))
+    if arguments.fields_jsonl == "-":
+        sys.stdout.writelines(line + "\n" for line in batches.run(sys.stdin, mcore, te))
+        return cli.CLEAN
+    try:
+        with open(arguments.fields_jsonl, encoding="utf-8") as lines:
+            sys.stdout.writelines(line + "\n" for line in batches.run(lines, mcore, te))
+    except OSError as error:
+        raise cli.UsageError(f"--fields-jsonl {arguments.fields_jsonl}: cannot be read ({error.strerror})") from None
+    return cli.CLEAN
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    versions = cli.versions_from(arguments)
+    original = open_recipe(arguments.recipe, versions, arguments.framework, arguments.source_root)
+    names = original.select(arguments.function, everything=True)
+    if arguments.facts_only:
+        rows = {name: report.settings_json(original.run(name).settings, every=True) for name in names}
+        cli.print_json({"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "recipe": str(arguments.recipe), "functions": rows})
+        return cli.CLEAN
+    recipe = original
+    fixed: dict[str, list[str]] = {}
+    if arguments.fix:
+        for name in names:
+            recipe, fixed[name] = fix(recipe, name)
+        if recipe.file.raw != original.file.raw:
+            write_atomically(arguments.recipe, recipe.file.raw, original.file.raw)
+    results = [(name, finding) for name in names for finding in check(recipe.run(name).settings)]
+    show(arguments, recipe, names, results, fixed)
+    return cli.FINDINGS if any(report.is_blocking(finding) for _, finding in results) else cli.CLEAN
+
+
+def fix(recipe: Recipe, name: str) -> tuple[Recipe, list[str]]:
+    """Apply safe mends until none is left, or one comes back; returns the codes mended."""
+    mended: list[str] = []
+    for _ in range(MAX_FIX_ROUNDS):
+        findings = [
+            f for f in check(recipe.run(name).settings) if f.fix and f.safe and not f.needs and f.severity != "info" and f.code not in mended
+        ]
+        if not findings:
+            break
+        finding = findings[0]
+        recipe, _ = recipe.edited(name, finding.fix)
+        mended.append(finding.code)
+    return recipe, mended
+
+
+def show(
+    arguments: argparse.Namespace, recipe: Recipe, names: list[str], results: list[tuple[str, Finding]], fixed: dict[str, list[str]]
+) -> None:
+    style = "json" if arguments.json else arguments.format
+    if style == "sarif":
+        print(json.dumps(report.sarif(results, REGISTRY), indent=2))
+        return
+    if style == "github":
+        for name, finding in results:
+            print(report.github_annotation(name, finding, str(arguments.recipe)))
+        return
+    if style == "json":
+        functions = []
+        for name in names:
+            settings = recipe.run(name).settings
+            functions.append(
+                {
+                    "name": name,
+                    "state": report.state_json(graph_state(settings)),
+                    "fixed": fixed.get(name, []),
+                    "settings": report.settings_json(settings),
+                    "findings": [report.finding_json(finding, owner) for owner, finding in results if owner == name],
+                }
+            )
+        cli.print_json(
+            {"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "recipe": str(arguments.recipe), "functions": functions}
+        )
+        return
+    print(f"{arguments.recipe}: {recipe.run(names[0]).settings.versions.describe()}")
+    for name in names:
+        settings = recipe.run(name).settings
+        print(f"{name}: {report.state_text(graph_state(settings))}")
+        if not arguments.quiet:
+            print("\n".join(report.facts_text(settings)))
+        if fixed.get(name):
+            print(f"  mended: {', '.join(fixed[name])}")
+        own = [finding for owner, finding in results if owner == name]
+        for finding in own:
+            if report.is_blocking(finding) or not arguments.quiet:
+                print("\n".join(report.finding_text(finding)))
+        if not own:
+            print("  no findings")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
