@@ -195,7 +195,7 @@ def _setup(args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict,
         "config": plan.config_fields(model, shape, args.precision, args.dropout, parallel, pattern, extra),
     }
     chosen = _variants(args, stack, model, pattern, wanted)
-    rules = {variant.name: variants.legal(setup, variant) for variant in chosen}
+    rules = {variant.name: variants.legal(setup, variant, _graph_environment()) for variant in chosen}
     return setup, rules, chosen
 
 
@@ -309,6 +309,8 @@ def smoke(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict, int]:
     progress = _progress(args.quiet, here, begin)
     if args.device == "cpu" and args.stack not in ("auto", "torch"):
         raise UsageError("--device cpu runs the torch stack only")
+    if args.device == "cpu" and args.drill in ("sync", "oom", "default-stream"):
+        raise UsageError(f"--drill {args.drill} needs a GPU")
     if args.plot and args.plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: a plot is written as .png or .svg")
     stack, found = _stack(args.stack, args.device)

@@ -20,7 +20,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1
 # A group of a parameter by its name, first match wins. Names: megatron-core GPTModel and HybridModel, TE TransformerLayer, ours.
 _GROUPS = (
-    ("norm", r"norm"),
+    # a fused layer norm sits inside the linear that follows it: only its own weight and bias count
+    ("norm", r"norm[._](weight|bias)$"),
     ("embedding", r"embedding"),
     ("output", r"output_layer|head"),
     ("router", r"router|gate\b"),
@@ -33,12 +34,7 @@ _GROUPS = (
 
 def group(name: str) -> str:
     """The parameter group that a parameter's name belongs to; `other` where none fits."""
-    # A fused layer norm sits inside the linear that follows it: only its own weight and bias count as norm.
-    tail = ".".join(name.split(".")[-2:])
-    for label, pattern in _GROUPS:
-        if re.search(pattern, tail if label == "norm" else name):
-            return label
-    return "other"
+    return next((label for label, pattern in _GROUPS if re.search(pattern, name)), "other")
 
 
 class Digester:

@@ -189,7 +189,7 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
         refused = phase == "build"
         return Failure(
             "refused" if refused else "assert", phase, short,
-            "upstream's own check refused the configuration" if refused else "an upstream assert failed at run time",
+            "upstream's own check refused the configuration" if refused else "an assert failed at run time",
             "see the rules named, with `python helpers/validate_constraints.py`" if codes else "read the assert's text",
             detail=detail, memory=memory, rules=codes,
         )

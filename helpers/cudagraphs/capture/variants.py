@@ -6,7 +6,12 @@ This is the only module of `capture` that knows the rules package.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from cudagraphs import rules, versions
+from cudagraphs.settings import Known, Settings
 
 # Implementations a stack offers. megatron-core: TransformerConfig.cuda_graph_impl (0.18 and newer; `fields` writes older names).
 # transformer-engine and torch: make_graphed_callables of that package; torch also captures a whole iteration by hand.
@@ -105,25 +110,44 @@ def fields(variant: Variant, mcore_minor: int) -> dict:
     return {"cuda_graph_impl": impl, "cuda_graph_scope": ",".join(scope) or "full"}
 
 
-def legal(job: dict, variant: Variant) -> dict:
-    """What the rules say of a variant: `{"verdict": "legal"|"illegal"|"unknown", "codes": [...], "how": text}`.
+def legal(setup: dict, variant: Variant, environment: Mapping[str, str]) -> dict:
+    """What the rules say of a variant: `{"verdict": "legal" or "illegal", "codes": [...], "titles": {code: title}}`.
 
-    Error and runtime findings make it illegal. Stacks without rules of ours (torch, transformer-engine) are legal as listed.
+    Errors and runtime findings make it illegal. The rules see the whole configuration that will run and the environment
+    variables of the processes. Stacks other than megatron-core have no scopes to judge and are legal.
     """
-    if variant.impl == "none" or job["stack"] != "megatron-core":
-        return {"verdict": "legal", "codes": [], "how": "no rule applies"}
-    try:
-        from cudagraphs.rules import config
-    except ImportError:
-        return {"verdict": "unknown", "codes": [], "how": "the rules package is not installed"}
-    minor = int(job["versions"]["megatron-core"].split(".")[1])
-    answer = config.verdict(
-        {**job["config"], **fields(variant, minor)}, job["versions"]["megatron-core"], job["versions"].get("transformer-engine")
+    if variant.impl == "none" or setup["stack"] != "megatron-core":
+        return {"verdict": "legal", "codes": [], "titles": {}}
+    found = setup["versions"]
+    numbers = versions.resolve(
+        "megatron-core", mcore=found["megatron-core"], te=found["transformer-engine"], torch=found["torch"].split("+")[0]
     )
-    verdict = "illegal" if answer["codes"] else "legal"
-    return {"verdict": verdict, "codes": list(answer["codes"]), "how": "rules of this pack"}
+    values = setup["config"] | fields(variant, numbers.minor)
+    # What the trainer of this stack always sets (stacks/megatron.py).
+    values |= {
+        "rng.te_rng_tracker": True, "ddp.overlap_grad_reduce": setup["overlap_grad_reduce"], "ddp.check_for_nan_in_grad": False,
+        "ddp.grad_reduce_in_fp32": True,
+    }
+    values |= {f"env.{name}": value for name, value in environment.items()}
+    settings = Settings("megatron-core", numbers, {name: Known(value, None, "given") for name, value in values.items()})
+    broken = [found for found in rules.check(settings) if found.severity in ("error", "runtime") and not found.needs]
+    return {
+        "verdict": "illegal" if broken else "legal", "codes": sorted({found.code for found in broken}),
+        "titles": {found.code: rules.REGISTRY[found.code].title for found in broken},
+    }
 
 
 def rules_for(message: str) -> tuple[str, ...]:
-    """Codes of the rules whose upstream message occurs in the text of an assert; empty where none does."""
-    return ()
+    """Codes of the rules one of whose upstream messages occurs in an assert's text; empty where none does.
+
+    Messages of one or two words are too common to tell anything.
+    """
+    text = _plain(message)
+    return tuple(
+        rule.code for rule in rules.REGISTRY
+        if any(_plain(fragment) in text for fragment in rule.upstream if len(fragment.split()) > 2)
+    )
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9_]+", text.lower()))
