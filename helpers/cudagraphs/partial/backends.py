@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends: how work is captured and replayed. `CudaBackend` uses torch's own CUDA graphs.
+
+A backend has these members; the tests bring one of their own that runs on the CPU:
+
+`device_type`             where tensors must live ("cuda")
+`stream()`                an identity of the current stream; replays must run on the stream of the recording
+`pool()`                  a fresh memory pool handle
+`side_stream()`           context for warmup and capture
+`capture(run, pool, source)`  run once, recording; returns a graph with `outputs`, `replay()` and `reset()`. `run` gets
+                          the outputs of the graph `source`, or nothing where that is None
+`forbid_sync()`           context in which a host synchronisation raises
+`rng_state()`, `set_rng_state(state)`   the generator that captured random ops advance
+`synchronize()`           wait for the device
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class CudaGraph:
+    """One captured graph and the tensors that its run returned; they stay at the addresses that replays write."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor | None]):
+        self.outputs = outputs
+        self.replay = graph.replay
+        self._graph: torch.cuda.CUDAGraph | None = graph
+
+    def reset(self) -> None:
+        """Free the graph. Safe to call again."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.reset()
+        self.outputs = []
+
+
+class CudaBackend:
+    """torch.cuda.CUDAGraph on the current device."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("Partial CUDA graphs need a CUDA device: torch.cuda.is_available() is False")
+        self._device = torch.cuda.current_device()
+        self._side = torch.cuda.Stream(self._device)
+
+    def stream(self) -> int:
+        return torch._C._cuda_getCurrentStream(self._device)[0]
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def capture(self, run: Callable[..., list[torch.Tensor | None]], pool: Any,
+                source: CudaGraph | None = None) -> CudaGraph:
+        graph = torch.cuda.CUDAGraph()
+        arguments = () if source is None else (source.outputs,)
+        # thread_local: other threads of the process, such as NCCL's watchdog or a loader that pins memory, may go on.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = run(*arguments)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the stream left the capture already; the first error counts
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return CudaGraph(graph, outputs)
+
+    @contextlib.contextmanager
+    def forbid_sync(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph backend for the CPU that keeps what makes CUDA graphs dangerous: static buffers that every replay overwrites.
+
+A replay runs the captured work again on the static inputs, then writes the results into the tensors of the capture without
+touching their version counters, as a graph launch does. So a wrong reuse of a buffer shows up as a wrong number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class FakeGraph:
+    def __init__(self, backend, run, source):
+        self._backend, self._run, self._source = backend, run, source
+        self.outputs = run(*(() if source is None else (source.latest,)))
+        self.latest = self.outputs
+        self.replays = 0
+        self.resets = 0
+
+    def replay(self):
+        if self.resets:
+            raise AssertionError("replay of a graph that was freed")
+        self.replays += 1
+        self._backend.replays += 1
+        self.latest = self._run(*(() if self._source is None else (self._source.latest,)))
+        for static, value in zip(self.outputs, self.latest):
+            if static is not None and static.data_ptr() != value.data_ptr():
+                static.data.copy_(value.detach())
+
+    def reset(self):
+        if self._backend.fail_resets > 0:
+            self._backend.fail_resets -= 1
+            raise RuntimeError("reset failed")
+        self.resets += 1
+        self.outputs, self.latest = [], []
+
+
+class FakeBackend:
+    """`fail_at`: the number of the capture (from 0) that raises; `fail_resets`: how many resets raise."""
+
+    device_type = "cpu"
+
+    def __init__(self, fail_at=None):
+        self.fail_at = fail_at
+        self.fail_resets = 0
+        self.graphs = []
+        self.replays = 0
+        self.current_stream = 0
+        self.sync_forbidden = False
+        self.pools = 0
+
+    def stream(self):
+        return self.current_stream
+
+    def pool(self):
+        self.pools += 1
+        return self.pools
+
+    @contextlib.contextmanager
+    def side_stream(self):
+        yield
+
+    def capture(self, run, pool, source=None):
+        if self.fail_at == len(self.graphs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.graphs.append(FakeGraph(self, run, source))
+        return self.graphs[-1]
+
+    @contextlib.contextmanager
+    def forbid_sync(self):
+        self.sync_forbidden = True
+        try:
+            yield
+        finally:
+            self.sync_forbidden = False
+
+    def host_sync(self):
+        """What a module under test calls where a real one would wait for the device."""
+        if self.sync_forbidden:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def rng_state(self):
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state):
+        torch.set_rng_state(state)
+
+    def synchronize(self):
+        pass
