@@ -40,7 +40,7 @@ sys.dont_write_bytecode = True  # the skill folder may be read-only, and must st
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
-from cudagraphs.recommend import Recommendation, off, recommend  # noqa: E402
+from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
 from cudagraphs.rules import check, graph_state  # noqa: E402
 from cudagraphs.rules.base import Finding, GraphState  # noqa: E402
 from cudagraphs.rules.defaults import SECTIONS, field_names  # noqa: E402
@@ -188,7 +188,7 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
         overrides = off(run.settings)
         advice = Recommendation("none", (), overrides, {}, ["turned off on request"], [], None)
     else:
-        advice = recommend(
+        advice = kept(run.settings, before, request) or recommend(
             run.settings, preset=request.preset, impl=request.impl, scopes=request.scopes,
             warmup_steps=request.warmup_steps, extra=request.extra,
         )  # fmt: skip
@@ -204,6 +204,23 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     findings = check(settings.with_values({f"env.{key}": value for key, value in exports.items()}))
     skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
     return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
+
+
+def kept(settings: Settings, before: GraphState, request: Request) -> Recommendation | None:
+    """Graphs that are on already and that no rule objects to stay as they are; only what they still need is added.
+
+    None where the flags ask for something else, where graphs are off, or where what stands there would not validate.
+    """
+    if request.preset or request.impl or request.scopes is not None or not before.active or before.by_world:
+        return None
+    impl = "full_iteration" if before.full_iteration else before.impl
+    scopes = [] if before.full_iteration else list(before.modules)
+    advice = recommend(settings, impl=impl, scopes=scopes, warmup_steps=request.warmup_steps, extra=request.extra)
+    if advice.refused or any(report.is_blocking(finding) for finding in check(settings) if finding.layer in ("config", "bridge")):
+        return None
+    overrides = {name: value for name, value in advice.overrides.items() if name not in GRAPH_FACTS}
+    reason = f"graphs are on already ({report.state_text(before)}) and stay so; --preset, --impl or --scopes changes them"
+    return advice._replace(overrides=overrides, reasons=[reason])
 
 
 def show(

@@ -95,10 +95,22 @@ def facts_text(settings: Settings) -> list[str]:
     return lines
 
 
-def choice_text(fact: Fact) -> str:
-    if isinstance(fact, Choice):
-        return f"{choice_text(fact.if_true)} if `{fact.branch.text}` ({fact.branch.source}) else {choice_text(fact.if_false)}"
-    return _value(fact.value) if isinstance(fact, Known) else f"unknown ({fact.reason})"
+def choice_text(fact: Choice) -> str:
+    """`alltoall or flex, by `condition` (file:line) and 2 more`."""
+    values: list[str] = []
+    branches: list[str] = []
+
+    def visit(side: Fact) -> None:
+        if isinstance(side, Choice):
+            branches.append(f"`{side.branch.text}` ({side.branch.source})")
+            visit(side.if_true)
+            visit(side.if_false)
+        else:
+            values.append(_value(side.value) if isinstance(side, Known) else "unknown")
+
+    visit(fact)
+    more = f" and {len(branches) - 1} more" if len(branches) > 1 else ""
+    return f"{' or '.join(dict.fromkeys(values))}, by {branches[0]}{more}"
 
 
 def _value(value: Any) -> str:

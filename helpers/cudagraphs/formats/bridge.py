@@ -21,12 +21,10 @@ from cudagraphs.formats.values import (
     Site,
     Slot,
     UnknownValue,
-    choose,
-    lift,
 )
 from cudagraphs.rules import defaults
 from cudagraphs.rules.base import Member
-from cudagraphs.settings import Choice, Fact, Known, Unknown, join
+from cudagraphs.settings import Branch, Choice, Fact, Known, Source, Unknown, join
 from cudagraphs.versions import Versions
 
 CONTAINER = "ConfigContainer"
@@ -388,6 +386,8 @@ def _environment(facts: dict[str, Fact], interpreter: Interpreter, config: Objec
 def _precision(facts: dict[str, Fact], interpreter: Interpreter, config: Object) -> None:
     """Mixed precision is copied onto the model and the DDP configuration when training starts."""
     precision = interpreter.attribute(config, "mixed_precision")
+    if isinstance(precision, UnknownValue) and isinstance(precision.default, str):
+        precision = precision.default
     if isinstance(precision, str):
         named = interpreter._imported_name(
             ast.ImportFrom("megatron.bridge.training.mixed_precision", [ast.alias(precision)], 0), precision,
@@ -454,7 +454,12 @@ def _fact(slot: Slot, value: Any = ...) -> Fact:
     if isinstance(value, ChoiceValue):
         return join(value.branch, _fact(slot, value.if_true), _fact(slot, value.if_false))
     if isinstance(value, UnknownValue):
-        return Unknown(value.reason, source)
+        unknown = Unknown(value.reason, source)
+        if not value.has_default:
+            return unknown
+        # both sides are told apart: what the recipe holds when it is called without arguments, and that callers can change it
+        branch = Branch(f"{value.reason.removeprefix('it comes from ')} is left at its default", source or Source("", 0), True)
+        return Choice(branch, Known(_plain(value.default), source), unknown)
     if isinstance(value, ListValue):
         items = [_plain(item) for item in value.items]
         unknown = next((item for item in value.items if isinstance(item, (UnknownValue, ChoiceValue))), None)
@@ -480,6 +485,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Object):
         return {"object": value.class_name}
     return value
-
-
-__all__ = ["BridgeClasses", "choose", "config_kind", "facts_of", "intrinsics", "is_model", "lift"]

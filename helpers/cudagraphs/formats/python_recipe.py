@@ -159,28 +159,40 @@ class PythonRecipe:
         set right before the function returns. The result is interpreted again, so what is returned really holds the values.
         Raises RecipeError if that does not work out.
         """
-        skipped: dict[str, str] = {}
-        recipe, at_end = self, set()
-        for _ in range(3):
-            run = recipe.run(name)
-            wanted = {k: v for k, v in overrides.items() if k not in skipped and not holds(run.settings.facts.get(k), v)}
-            if not wanted:
+        at_end: set[str] = set()
+        touched = set()
+        for _ in range(4):
+            recipe, skipped = self._with_edits(name, overrides, at_end, touched)
+            facts = recipe.run(name).settings.facts
+            missed = {key for key, value in overrides.items() if key not in skipped and not holds(facts.get(key), value)}
+            if not missed:
                 return recipe, skipped
-            writer = _Writer(recipe, run, at_end)
-            splices = writer.splices(wanted)
-            skipped.update(writer.skipped)
-            if not splices:
-                return recipe, skipped
-            raw = recipe.file.spliced(splices)
-            at_end = set(wanted) | at_end
-            text = raw[len(recipe.file.bom) :].decode(recipe.file.encoding)
-            file = TextFile(recipe.path, raw, recipe.file.encoding, recipe.file.bom, text)
-            recipe = PythonRecipe(recipe.path, recipe.versions, recipe.roots, file)
-        run = recipe.run(name)
-        stuck = [k for k, v in overrides.items() if k not in skipped and not holds(run.settings.facts.get(k), v)]
-        if stuck:
-            raise RecipeError(f"{self.path}: {name}: cannot make {', '.join(stuck)} take effect; set it by hand after the last change to it")
-        return recipe, skipped
+            # something later in the function, or a helper that it calls, changes these again: set them last
+            at_end |= missed & touched
+            touched |= missed
+        raise RecipeError(
+            f"{self.path}: {name}: cannot make {', '.join(sorted(missed))} take effect; set it by hand after the last change to it"
+        )
+
+    def _with_edits(
+        self, name: str, overrides: Mapping[str, Any], at_end: set[str], touched: set[str]
+    ) -> tuple["PythonRecipe", dict[str, str]]:
+        """One attempt: this recipe with the missing overrides written, those in `at_end` as the function's last statements.
+
+        `touched` names facts that an earlier attempt found missing although they held before; it is extended by what is written.
+        """
+        run = self.run(name)
+        wanted = {k: v for k, v in overrides.items() if k in touched or not holds(run.settings.facts.get(k), v)}
+        touched |= set(wanted)
+        if not wanted:
+            return self, {}
+        writer = _Writer(self, run, at_end)
+        splices = writer.splices(wanted)
+        if not splices:
+            return self, writer.skipped
+        raw = self.file.spliced(splices)
+        text = raw[len(self.file.bom) :].decode(self.file.encoding)
+        return PythonRecipe(self.path, self.versions, self.roots, TextFile(self.path, raw, self.file.encoding, self.file.bom, text)), writer.skipped
 
 
 def looks_like_recipe(node: ast.FunctionDef) -> bool:
@@ -254,26 +266,52 @@ class _Writer:
 
     def splices(self, wanted: Mapping[str, Any]) -> list[Splice]:
         splices: list[Splice] = []
-        appended: list[tuple[str, str]] = []
-        new_keys: list[tuple[str, Any]] = []
+        last: list[tuple[str, str]] = []
+        beside: list[tuple[str, str]] = []
+        new_keys: list[tuple[ast.Dict, str, Any]] = []
+        anchor = self._anchor()
         for fact, value in wanted.items():
+            added = last if anchor is None or fact in self.at_end else beside
             if fact.startswith("env."):
-                placed = self._environment(fact[4:], value, splices, new_keys, appended)
+                self._environment(fact[4:], value, splices, new_keys, last)
             else:
-                placed = self._attribute(fact, value, splices, appended)
-            if not placed:
-                continue
+                self._attribute(fact, value, splices, added)
         if new_keys:
             splices.append(self._into_mapping(new_keys))
-        if appended:
-            splices += self._before_returns(appended)
+        if beside and anchor is not None:
+            root, statement = anchor
+            newline, indent = self.file.newline, self.file.indent(statement.lineno)
+            end = self._end_of_line(statement)
+            splices.append(Splice(end, end, "".join(newline + indent + line for line in self._lines(beside, root))))
+        if last:
+            splices += self._before_returns(last)
         return splices
 
-    def _attribute(self, fact: str, value: Any, splices: list[Splice], appended: list[tuple[str, str]]) -> bool:
+    def _anchor(self) -> tuple[str, ast.stmt] | None:
+        """The last graph setting that stands in the function's own body, on a line of its own: others go right below it."""
+        node = self.run.node
+        returned = {s.value.id for s in _own_statements(node) if isinstance(s, ast.Return) and isinstance(s.value, ast.Name)}
+        if isinstance(node, ast.Module) or len(returned) != 1:
+            return None
+        (root,) = returned
+        prefix = f"{root}.model.cuda_graph_" if self.run.kind == "container" else f"{root}.cuda_graph_"
+        found = [
+            s for s in node.body if isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Attribute)
+            and ast.unparse(s.targets[0]).startswith(prefix) and not self.file.line(s.end_lineno).split("#")[0].rstrip().endswith(";")
+            and self.file.line(s.lineno).strip().startswith(root)
+        ]  # fmt: skip
+        return (root, found[-1]) if found else None
+
+    def _end_of_line(self, statement: ast.stmt) -> int:
+        """The byte offset behind the statement and a comment that follows it on its line."""
+        line = self.file.line(statement.end_lineno)
+        return self.file.line_starts[statement.end_lineno - 1] + len(line.encode("utf-8"))
+
+    def _attribute(self, fact: str, value: Any, splices: list[Splice], appended: list[tuple[str, str]]) -> None:
         owner, path = self._owner(fact)
         if owner is None:
             self.skipped[fact] = path
-            return False
+            return
         name = path.rpartition(".")[2]
         slot = owner.slots.get(name) if isinstance(owner, Object) else None
         site = slot.site if slot is not None else None
@@ -282,7 +320,6 @@ class _Writer:
             splices.append(Splice(start, end, literal(value)))
         else:
             appended.append((path, literal(value)))
-        return True
 
     def _owner(self, fact: str) -> tuple[Object | None, str]:
         """The object that holds a fact and the path to it from the configuration; (None, reason) where there is none here."""
@@ -315,12 +352,12 @@ class _Writer:
             return False
         return site.call is None or site.module is self.recipe.module
 
-    def _environment(self, name: str, value: Any, splices: list[Splice], new_keys: list, appended: list) -> bool:
+    def _environment(self, name: str, value: Any, splices: list[Splice], new_keys: list, appended: list) -> None:
         config = self.run.config
         variables = self.run.interpreter.attribute(config, "env_vars") if self.run.kind == "container" and isinstance(config, Object) else None
         if not isinstance(variables, Object) or (not variables.slots and variables.call is None):
             self.skipped[f"env.{name}"] = "the recipe has no env_vars block"
-            return False
+            return
         plain = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
         slot = variables.slots.get(name)
         if slot is not None and slot.site is not None and self._editable(slot.site) and f"env.{name}" not in self.at_end:
@@ -331,7 +368,6 @@ class _Writer:
         else:
             # a new mapping: the old one may be shared with other recipes
             appended.append(("env_vars", f"{{**{{root}}.env_vars, {literal(name)}: {literal(plain)}}}"))
-        return True
 
     def _into_mapping(self, new_keys: list) -> Splice:
         """New entries at the end of a dictionary display, one a line where the display has one entry a line."""
@@ -365,6 +401,8 @@ class _Writer:
         node = self.run.node
         if isinstance(node, ast.Module):
             return [self._before_consumer(appended)]
+        start, end = self.file.span(node)
+        comment = [] if b"# CUDA graphs\n" in self.file.utf8[start:end].replace(b"\r", b"") else ["# CUDA graphs"]
         splices = []
         for statement in _own_statements(node):
             if not isinstance(statement, ast.Return) or statement.value is None or _is_none(statement.value):
@@ -376,23 +414,20 @@ class _Writer:
                 )
             start, end = self.file.span(statement)
             if isinstance(statement.value, ast.Name):
-                lines = self._lines(appended, statement.value.id, indent)
-                splices.append(Splice(start, start, (newline + indent).join(lines) + newline + indent))
+                lines = [*comment, *self._lines(appended, statement.value.id)]
+                splices.append(Splice(start, start, "".join(line + newline + indent for line in lines)))
             else:
+                # `return (` keeps its brackets: only the keyword is replaced
                 root = self._free_name(node)
-                value_start, value_end = self.file.span(statement.value)
-                lines = [*self._lines(appended, root, indent), f"return {root}"]
-                opening, closing = "", ""
-                between = self.file.utf8[start + len("return") : value_start].decode("utf-8")
-                # `return (\n expr\n)` keeps its brackets: only the keyword is replaced
-                splices.append(Splice(start, start + len("return"), f"{root} ={opening}" + ("" if between[:1] in (" ", "\t") else " ")))
-                splices.append(Splice(end, end, closing + newline + indent + (newline + indent).join(lines)))
-                del value_end
+                after = self.file.utf8[start + len("return") :][:1]
+                splices.append(Splice(start, start + len("return"), f"{root} =" + ("" if after in b" \t" else " ")))
+                lines = [*comment, *self._lines(appended, root), f"return {root}"]
+                splices.append(Splice(end, end, "".join(newline + indent + line for line in lines)))
         if not splices:
             raise RecipeError(f"{self.recipe.path}:{node.lineno}: {node.name} returns nothing that settings can be put on")
         return splices
 
-    def _lines(self, appended: list[tuple[str, str]], root: str, indent: str) -> list[str]:
+    def _lines(self, appended: list[tuple[str, str]], root: str) -> list[str]:
         return [f"{root}.{path} = {text.replace('{root}', root)}" for path, text in appended]
 
     def _free_name(self, node: ast.AST) -> str:
@@ -409,10 +444,10 @@ class _Writer:
         if consumer is not None:
             indent = self.file.indent(consumer.lineno)
             start = self.file.span(consumer)[0]
-            return Splice(start, start, (newline + indent).join(self._lines(appended, root, indent)) + newline + indent)
+            return Splice(start, start, (newline + indent).join(self._lines(appended, root)) + newline + indent)
         end = len(self.file.utf8)
         lead = "" if self.file.utf8.endswith((b"\n", b"\r")) else newline
-        return Splice(end, end, lead + newline.join(self._lines(appended, root, "")) + newline)
+        return Splice(end, end, lead + newline.join(self._lines(appended, root)) + newline)
 
 
 def _is_none(node: ast.expr) -> bool:
