@@ -14,8 +14,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+
+UPSTREAM = "/unpacked/"  # every release is run from below this folder of the cache (wheels.py)
 
 
 class OracleFailed(RuntimeError):
@@ -47,8 +51,14 @@ def decode(value, enums: dict[str, type]):
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """Type and text, the text on one line."""
-    return {"type": type(error).__name__, "text": " ".join(str(error).split())}
+    """Type, text (on one line), and the innermost function of upstream's code that raised or let it through."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    upstream = [frame.f_code.co_name for frame in frames if UPSTREAM in frame.f_code.co_filename.replace("\\", "/")]
+    return {
+        "type": type(error).__name__,
+        "text": " ".join(str(error).split()),
+        "in": upstream[-1] if upstream else "",
+    }
 
 
 def serve(answer: Callable[[dict], dict]) -> None:
@@ -76,7 +86,8 @@ def ask(script: Path, arguments: Sequence[str], requests: Iterable[dict]) -> Ite
             asked += 1
         questions.seek(0)
         command = [sys.executable, str(script), *arguments]
-        with subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
+        streams = {"stdin": questions, "stdout": subprocess.PIPE, "stderr": complaints}
+        with subprocess.Popen(command, text=True, **streams) as process:
             for line in process.stdout:
                 answered += 1
                 yield json.loads(line)

@@ -21,14 +21,15 @@ Request, one a line:
 Answer, one a line, in order:
     {"id": ...,
      "verdict": "accepted" | "rejected" | "baseline_rejected",
-     "error": null | {"type": "AssertionError", "text": one line},
+     "error": null | {"type": "AssertionError", "text": one line, "in": "__post_init__"},
      "normalized": null | {"impl": str, "modules": [names] | str | null, "inference_scope": str | null}}
 
-"baseline_rejected": the version refuses the same fields without the graph fields (GRAPH_FIELDS), so the refusal says
-nothing about graphs; "error" is then what it says without them. "normalized" is what the accepted object holds: from 0.16, modules is the list of member names
-(of cuda_graph_scope up to 0.17, of cuda_graph_modules from 0.18); up to 0.15 upstream leaves cuda_graph_scope as it
-was given. inference_scope is null before 0.18. 0.13 and 0.14 have no cuda_graph_impl: impl is "local" for
-enable_cuda_graph, "transformer_engine" for external_cuda_graph, "local+transformer_engine" for both, else "none".
+"in" is the innermost upstream function. "baseline_rejected": the version refuses the same fields without the graph
+fields (GRAPH_FIELDS), so the refusal says nothing about graphs; "error" is then what it says without them.
+"normalized" is what the accepted object holds: from 0.16, modules is the list of member names (of cuda_graph_scope up
+to 0.17, of cuda_graph_modules from 0.18); up to 0.15 upstream leaves cuda_graph_scope as it was given. inference_scope
+is null before 0.18. 0.13 and 0.14 have no cuda_graph_impl: impl is "local" for enable_cuda_graph, "transformer_engine"
+for external_cuda_graph, "local+transformer_engine" for both, else "none".
 
 Exit codes: 0 all answered; 2 usage or unknown version; 3 the wheel or torch cannot be had.
 """
