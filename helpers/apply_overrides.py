@@ -29,13 +29,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.dont_write_bytecode = True  # the skill folder may be read-only, and must stay as it was signed
+# compiled files go to the user's cache: the skill folder may be read-only, and must stay as it was signed
+sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
