@@ -211,7 +211,7 @@ class _Task:
 
     def drop_and_pad(self) -> bool:
         capacity = mends.known(self.facts, "moe_expert_capacity_factor")
-        return capacity is not None and bool(mends.known(self.facts, "moe_pad_expert_input_to_capacity"))
+        return capacity is not None and capacity >= 0 and bool(mends.known(self.facts, "moe_pad_expert_input_to_capacity"))
 
     def needs_full_iteration(self) -> bool:
         """Whether the run recomputes whole layers or offloads activations, which graphs of layers exclude, on any branch."""

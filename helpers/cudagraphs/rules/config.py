@@ -21,21 +21,19 @@ UNKNOWN_FIELD = "CG016"
 _ENUM_FIELDS = ("cuda_graph_scope", "cuda_graph_modules", "inference_cuda_graph_scope")
 
 
-class FieldsError(ValueError):
-    """Field overrides that are not a JSON object, or an enum tag that is not {"enum": "Class.member"}."""
-
-
 def untag(value: Any) -> Any:
-    """The value with each {"enum": "Class.member"} replaced by a `Member`. Raises FieldsError for another object."""
-    if isinstance(value, dict):
-        tag = value.get("enum")
-        if len(value) != 1 or not isinstance(tag, str) or tag.count(".") != 1:
-            raise FieldsError(f"{value!r} is not a field value; an enum member is written {{\"enum\": \"CudaGraphModule.attn\"}}")
-        enum, name = tag.split(".")
-        return Member(name, enum)
+    """The value with typed values put in place: {"enum": "Class.member"} becomes a `Member`, {"tuple": [...]} a tuple."""
     if isinstance(value, list):
         return [untag(item) for item in value]
-    return value
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    if isinstance(value.get("tuple"), list):
+        return tuple(untag(item) for item in value["tuple"])
+    tag = value.get("enum")
+    if not isinstance(tag, str) or tag.count(".") != 1:
+        return value
+    enum, name = tag.split(".")
+    return Member(name, enum)
 
 
 @lru_cache(maxsize=64)
@@ -55,11 +53,10 @@ def verdict(fields: Mapping[str, Any], mcore: str, te: str | None = None) -> dic
 
     Returns:
         {"verdict": "accepted" or "rejected", "codes": the config-layer rules that reject it,
-        "normalized": {"impl", "modules", "inference_scope"} after upstream's migrations}. "inference_scope" is None before
-        0.18, which has no such field.
+        "normalized": {"impl", "modules", "inference_scope"} after upstream's migrations}. "modules" is a list of names, up to
+        0.15 the scope as it was given, which those versions keep. "inference_scope" is None before 0.18.
 
     Raises:
-        FieldsError: an enum tag that cannot be read.
         versions.VersionError: a version that is not one.
     """
     versions, base, names, rules = _prepared(mcore, te)
@@ -84,8 +81,15 @@ def verdict(fields: Mapping[str, Any], mcore: str, te: str | None = None) -> dic
         facts["recompute.granularity"] = granularity
         facts["recompute.modules"] = recomputed
         codes += [code for code, when in rules if when(facts, versions)]
+    if versions.minor < 15 and facts["enable_cuda_graph"] and facts["external_cuda_graph"]:
+        impl = "local+transformer_engine"  # upstream does not mind: both kinds of graphs are made
     return {
         "verdict": "rejected" if codes else "accepted",
         "codes": sorted(codes),
-        "normalized": {"impl": impl, "modules": list(modules), "inference_scope": inference},
+        "normalized": {
+            "impl": impl,
+            # up to 0.15 upstream keeps the scope as it was given
+            "modules": list(modules) if versions.minor >= 16 else facts["cuda_graph_scope"],
+            "inference_scope": inference,
+        },
     }

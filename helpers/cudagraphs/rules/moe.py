@@ -28,8 +28,14 @@ def layerwise(f: Facts, v: Versions) -> bool:
     return impl in ("local", "transformer_engine")
 
 
+def capacity(f: Facts) -> float | None:
+    """The capacity factor of an expert; a negative one means none."""
+    factor = f["moe_expert_capacity_factor"]
+    return None if factor is None or factor < 0 else factor
+
+
 def drop_and_pad(f: Facts) -> bool:
-    return f["moe_expert_capacity_factor"] is not None and bool(f["moe_pad_expert_input_to_capacity"])
+    return capacity(f) is not None and bool(f["moe_pad_expert_input_to_capacity"])
 
 
 def _mlp_without_dense_layers(f: Facts, v: Versions) -> bool:
@@ -46,7 +52,7 @@ def _synchronizing_preprocess(f: Facts, v: Versions) -> bool:
         and not dense(f)
         and f["moe_token_dispatcher_type"] == "alltoall"
         and not drop_and_pad(f)
-        and (f["moe_expert_capacity_factor"] is not None or bool(f["moe_router_padding_for_fp8"]))
+        and (capacity(f) is not None or bool(f["moe_router_padding_for_fp8"]))
     )
 
 
