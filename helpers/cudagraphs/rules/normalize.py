@@ -185,6 +185,7 @@ def _from_0_18(get: Get, bridge: tuple[int, ...] | None) -> State:
         else:
             problems.append("CG005")
 
+    asked = inference
     if inference is not None and not (isinstance(inference, str) and inference in INFERENCE_SCOPES):
         problems.append("CG013")
         inference = None
@@ -194,13 +195,13 @@ def _from_0_18(get: Get, bridge: tuple[int, ...] | None) -> State:
         elif deprecated[0] == "full_iteration":
             if impl not in ("none", "local", "full_iteration"):
                 problems.append("CG008")
-            if inference is not None and inference != "none":
+            if asked is not None and asked != "none":
                 problems.append("CG009")
             impl = "full_iteration"
         else:
             if impl not in ("none", "local"):
                 problems.append("CG010")
-            if inference is not None and inference != "block":
+            if asked is not None and asked != "block":
                 problems.append("CG011")
             if impl != "none":
                 inference = "block"
