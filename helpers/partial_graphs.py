@@ -31,7 +31,7 @@ from torch import nn
 
 from cudagraphs.partial.backends import CudaBackend
 from cudagraphs.partial.body import Body
-from cudagraphs.partial.capture import capture_all, finish_all, release
+from cudagraphs.partial.capture import capture_all, capture_through, finish_all, release
 from cudagraphs.partial.discovery import automodel_targets, select_modules
 from cudagraphs.partial.errors import CaptureError, FallbackError, PartialGraphError, StaleGraphError, Unsupported
 from cudagraphs.partial.recording import Recorder, Signature
@@ -210,6 +210,8 @@ class PartialCudaGraphManager:
         self._home = None
         recorder = Recorder(self._backend.device_type)
         for entry in self.entries:
+            if entry.canonicalize is None:
+                entry.canonicalize = getattr(self._backend, "canonicalize", None)
             entry.install(self._recording_forward(entry, recorder))
         self._recording = True
 
@@ -230,7 +232,8 @@ class PartialCudaGraphManager:
         missing = tuple(entry.name for entry in self.entries if not entry.signatures)
         if missing:
             raise PartialGraphError(f"every entry must have an iteration-0 sample before capture; missing: {missing}")
-        planned = capture_all(self.entries, self._backend, self.max_slots)
+        whole_calls = hasattr(self._backend, "slot")
+        planned = (capture_through if whole_calls else capture_all)(self.entries, self._backend, self.max_slots)
         try:
             finish_all(planned, self._home)
             for entry in self.entries:

@@ -159,6 +159,8 @@ class OutputPlan:
             return f"{{{', '.join(f'{key!r}: {self._walk(item)}' for key, item in value.items())}}}"
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._walk(item) for item in value)})"
+        if isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch.return_types.topk and its like
+            return f"{self._constant(kind)}([{', '.join(self._walk(item) for item in value)}])"
         if value is None or isinstance(value, PLAIN_TYPES):
             return self._constant(value)
         raise Unsupported(f"forward returns a {kind.__name__}, which a replay could not build anew")

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Planned:
 
     entry: Any
     signature: Signature
-    analysis: Analysis
+    analysis: Analysis | None  # None where the backend captured by itself
     variant: Variant
 
 
@@ -88,6 +89,33 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int) -> list[Pl
                             item.variant.slots[replica].capture_backward(
                                 backend, pool, _gradient_sinks(item, replica, planned))
             backend.synchronize()
+    except BaseException as error:
+        release(item.variant for item in planned)
+        if not isinstance(error, Exception):
+            raise
+        raise CaptureError(f"Partial CUDA graph capture failed for {current}: {error}") from error
+    return planned
+
+
+def capture_through(entries: Iterable[Any], backend: Any, max_slots: int) -> list[Planned]:
+    """The same for a backend that captures whole calls by itself (Transformer Engine's): one call after the other."""
+    planned: list[Planned] = []
+    current = "the manager"
+    try:
+        ordered = sorted(((signature, entry) for entry in entries for signature in entry.signatures
+                          if signature.refusal is None), key=lambda pair: pair[0].order)
+        for signature, entry in ordered:
+            current = entry.name
+            variant = Variant(signature, SimpleNamespace(target=entry.target, copied=False), None, backend.stream)
+            variant.add_checks = backend.add_checks
+            planned.append(Planned(entry, signature, None, variant))
+            try:
+                for replica in range(min(signature.depth, max_slots)):
+                    variant.slots.append(backend.slot(entry.name, signature, entry.target,
+                                                      new_statics(signature, replica)))
+            except Unsupported as refusal:
+                signature.refuse(str(refusal))
+                planned.pop()
     except BaseException as error:
         release(item.variant for item in planned)
         if not isinstance(error, Exception):

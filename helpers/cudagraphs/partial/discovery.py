@@ -58,7 +58,7 @@ def select_modules(model: nn.Module, select: Select | Iterable[Select]) -> list[
 
 def _matches(select: Select, name: str, module: nn.Module) -> bool:
     if isinstance(select, str):
-        return _name_matches(select.split("."), name.split("."))
+        return _name_matches(select.split("."), name.split(".") if name else [])
     if isinstance(select, type):
         return isinstance(module, select)
     return bool(select(name, module))

@@ -18,7 +18,7 @@ from torch import nn
 
 from cudagraphs.partial.body import Analysis, Body
 from cudagraphs.partial.errors import StaleGraphError
-from cudagraphs.partial.guards import Guard, add_state_checks
+from cudagraphs.partial.guards import Guard, GuardBuilder, add_state_checks
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
 
 use_count = torch._C._storage_Use_Count
@@ -363,12 +363,13 @@ def _unfinished(*_: Any) -> Any:
 
 
 class Variant:
-    """A captured signature: its guard and its slots, in ring order."""
+    """A captured signature: its guard and its slots, in the order in which they are tried."""
 
-    def __init__(self, signature: Signature, body: Body, analysis: Analysis, stream: Callable[[], Any]):
+    def __init__(self, signature: Signature, body: Any, analysis: Analysis | None, stream: Callable[[], Any]):
         self.signature, self.body, self.analysis = signature, body, analysis
+        self.add_checks: Callable[[GuardBuilder, Signature], None] | None = None
         self.slots: list[Slot] = []
-        self._stream, self._home = stream, None
+        self._stream = stream
         self.guard: Guard | None = None
 
     def finish(self, home: Any) -> None:
@@ -376,6 +377,8 @@ class Variant:
         builder = self.signature.builder.copy()
         add_state_checks(builder, self.body.target, copied_parameters=self.body.copied)
         builder.check("stream", "current stream", f"{builder.constant(self._stream)}() == {builder.constant(home)}")
+        if self.add_checks is not None:
+            self.add_checks(builder, self.signature)
         if self.body.copied:
             builder.check("parameter storage", "parameters", f"{builder.constant(self._parameters_fit)}()")
         self.guard = builder.build()
