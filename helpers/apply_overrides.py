@@ -28,7 +28,6 @@ Exit codes:
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -37,9 +36,11 @@ from pathlib import Path
 from typing import Any
 
 # compiled files go to the user's cache: the skill folder may be read-only, and must stay as it was signed
-sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
+if not sys.dont_write_bytecode:
+    sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
 from cudagraphs import cli, report  # noqa: E402
+from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
@@ -172,6 +173,8 @@ def setting(text: str, versions: Versions) -> tuple[str, Any]:
     if fact not in fields:
         fact = key
         if not (key.startswith("env.") and len(key) > 4) and key not in SECTIONS:
+            import difflib
+
             near = difflib.get_close_matches(fact.removeprefix("model."), [*fields, *SECTIONS], 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise cli.UsageError(f"--set {key}: megatron-core 0.{versions.minor} has no such setting{hint}")
@@ -228,7 +231,7 @@ def kept(settings: Settings, before: GraphState, request: Request) -> Recommenda
 def show(
     arguments: argparse.Namespace, original: Recipe, recipe: Recipe, outcomes: list[Outcome], changed: bool, written: str | None
 ) -> None:
-    difference = report.unified_diff(original.file.text, recipe.file.text, str(arguments.recipe)) if changed else ""
+    difference = unified_diff(original.file.text, recipe.file.text, str(arguments.recipe)) if changed else ""
     if arguments.json:
         cli.print_json(document(arguments, outcomes, difference, changed, written))
     if arguments.quiet:

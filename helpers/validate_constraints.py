@@ -37,7 +37,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # compiled files go to the user's cache: the skill folder may be read-only, and must stay as it was signed
-sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
+if not sys.dont_write_bytecode:
+    sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.formats import Recipe, open_recipe  # noqa: E402

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -135,13 +134,6 @@ def state_json(state: GraphState) -> dict[str, Any]:
         "inference_scope": state.inference_scope,
         "unknown": state.unknown or None,
     }
-
-
-def unified_diff(old: str, new: str, path: str) -> str:
-    """A unified diff; line ends are shown as plain newlines."""
-    before, after = old.splitlines(), new.splitlines()
-    lines = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}", lineterm="", n=2)
-    return "\n".join(lines)
 
 
 def sarif(results: Iterable[tuple[str, Finding]], rules: Iterable[Any]) -> dict[str, Any]:

@@ -7,8 +7,11 @@ verdict of `TransformerConfig`.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 Number = tuple[int, ...]
 
@@ -71,15 +74,34 @@ class Versions:
         return ", ".join(parts)
 
 
+@lru_cache(maxsize=1)
+def _metadata_folders() -> tuple[str, ...]:
+    """Names, in lower case, of the metadata folders and files that the import path holds."""
+    found = []
+    for folder in sys.path:
+        try:
+            found += [name.lower() for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info"))]
+        except OSError:
+            continue  # an entry of the import path that is a zip file or does not exist
+    return tuple(found)
+
+
 def installed(component: str) -> str | None:
     """The version of the installed distribution, read from its metadata without importing it; None if it is not installed."""
-    from importlib import metadata  # costs more than all the rules together, and is not needed where versions are given
-
     for name in DISTRIBUTIONS[component]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        form = re.compile(re.sub("[-_]", "[-_.]", name) + r"(?:-(\d[^-]*))?(?:-py\S+)?\.(dist|egg)-info")
+        for entry in _metadata_folders():
+            match = form.fullmatch(entry)
+            if match and match.group(1):
+                return match.group(1)
+            if match:
+                # an old kind of installation, whose version may stand only inside; the module costs more than all the rules
+                from importlib import metadata
+
+                try:
+                    return metadata.version(name)
+                except metadata.PackageNotFoundError:
+                    continue
     return None
 
 

@@ -105,6 +105,7 @@ class BridgeClasses(Classes):
         self.versions = versions
         self.core = defaults.of_config(min(versions.minor, defaults.NEWEST_MINOR))
         self.core_fields = defaults.field_names(versions.minor)
+        self._bodies: dict[ast.ClassDef, dict[str, ast.expr | None]] = {}
 
     def default(self, interpreter: Interpreter, obj: Object, name: str) -> Any:
         cls = obj.class_name
@@ -151,10 +152,11 @@ class BridgeClasses(Classes):
     def _from_source(self, interpreter: Interpreter, cls: ClassValue, name: str, depth: int = 0) -> tuple[Any] | None:
         """Look a field's default up in the class's own body, then in its bases, as dataclasses do."""
         frame = interpreter._frame(cls.module, cls.module.tree, {})
-        for statement in cls.node.body:
-            target, value = _class_field(statement)
-            if target != name:
-                continue
+        if cls.node not in self._bodies:
+            self._bodies[cls.node] = dict(field for field in map(_class_field, cls.node.body) if field[0])
+        body = self._bodies[cls.node]
+        if name in body:
+            value = body[name]
             if value is None:
                 return None
             if isinstance(value, ast.Call) and getattr(value.func, "id", getattr(value.func, "attr", "")) == "field":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import operator
 import sys
 from dataclasses import dataclass, field
@@ -1064,7 +1065,7 @@ class Interpreter:
         frame.locals = bound
         if isinstance(function.node, ast.Lambda):
             return self.evaluate(function.node.body, frame)
-        if any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(function.node)):
+        if _is_generator(function.node):
             self._escape(arguments, keywords, call)
             return UnknownValue("generators are not followed")
         self.frames.append(frame)
@@ -1239,6 +1240,11 @@ class Consumed(Exception):
 
     def __init__(self, statement: ast.stmt, value: Any):
         self.statement, self.value = statement, value
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_generator(node: ast.AST) -> bool:
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def _is_main_guard(test: ast.expr) -> bool:

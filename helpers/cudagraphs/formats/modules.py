@@ -33,6 +33,13 @@ class Modules:
         self._parsed: dict[str, Module | None] = {}
         self.failed: dict[str, str] = {}
 
+    def copy(self) -> "Modules":
+        """The same modules around another version of the recipe's own text."""
+        other = Modules.__new__(Modules)
+        other.recipe, other.roots = self.recipe, self.roots
+        other._parsed, other.failed = dict(self._parsed), dict(self.failed)
+        return other
+
     def main(self, file: TextFile, tree: ast.Module) -> Module:
         """The recipe's own module, under its package name where its folder is a package."""
         name = _dotted_name(self.recipe)
@@ -50,10 +57,11 @@ class Modules:
         top = name.partition(".")[0]
         if top in NOT_FOLLOWED or (top in sys.stdlib_module_names and top != "base"):
             return None
-        relative = name.replace(".", "/")
+        relative = name.replace(".", os.sep)
         for root in self.roots:
-            for path, is_package in ((root / f"{relative}.py", False), (root / relative / "__init__.py", True)):
-                if path.is_file():
+            for found, is_package in ((f"{root}{os.sep}{relative}.py", False), (os.path.join(root, relative, "__init__.py"), True)):
+                if os.path.isfile(found):
+                    path = Path(found)
                     try:
                         file = load(path)
                         return _module(name, _label(path), file, parse_python(file), is_package)

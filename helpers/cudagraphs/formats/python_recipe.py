@@ -50,13 +50,15 @@ class PythonRecipe:
 
     format = "python"
 
-    def __init__(self, path: Path, versions: Versions, roots: list[Path] = (), file: TextFile | None = None):
+    def __init__(
+        self, path: Path, versions: Versions, roots: list[Path] = (), file: TextFile | None = None, modules: Modules | None = None
+    ):
         self.path, self.versions, self.roots = path, versions, list(roots)
         self.file = file or load(path)
         self.tree = parse_python(self.file)
         if not self.tree.body:
             raise RecipeError(f"{path}: is empty; name a Python recipe that builds a configuration")
-        self.modules = Modules(path, self.roots)
+        self.modules = modules or Modules(path, self.roots)
         self.module = self.modules.main(self.file, self.tree)
         self.classes = bridge.BridgeClasses(versions)
         self.intrinsics = bridge.intrinsics(versions)
@@ -146,7 +148,10 @@ class PythonRecipe:
         """Other functions of this file that call `name`, so that a change to it changes them too."""
         users = []
         for other, node in self.functions().items():
-            if other != name and any(isinstance(n, ast.Call) and getattr(n.func, "id", "") == name for n in ast.walk(node)):
+            start, end = self.file.span(node)
+            if other == name or name.encode() not in self.file.utf8[start:end]:
+                continue
+            if any(isinstance(n, ast.Call) and getattr(n.func, "id", "") == name for n in ast.walk(node)):
                 users.append(other)
         return users
 
@@ -192,7 +197,8 @@ class PythonRecipe:
             return self, writer.skipped
         raw = self.file.spliced(splices)
         text = raw[len(self.file.bom) :].decode(self.file.encoding)
-        return PythonRecipe(self.path, self.versions, self.roots, TextFile(self.path, raw, self.file.encoding, self.file.bom, text)), writer.skipped
+        file = TextFile(self.path, raw, self.file.encoding, self.file.bom, text)
+        return PythonRecipe(self.path, self.versions, self.roots, file, self.modules.copy()), writer.skipped
 
 
 def looks_like_recipe(node: ast.FunctionDef) -> bool:
@@ -222,15 +228,18 @@ def _touches_configuration(node: ast.stmt) -> bool:
 
 
 def _own_statements(node: ast.FunctionDef | ast.Module) -> Iterator[ast.stmt]:
-    """Statements of a function without those of functions and classes nested in it."""
-    stack: list[ast.AST] = list(reversed(node.body))
+    """Statements of a function in file order, without those of functions and classes nested in it."""
+    stack: list[ast.stmt] = list(reversed(node.body))
     while stack:
         statement = stack.pop()
-        if isinstance(statement, ast.stmt):
-            yield statement
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        yield statement
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
-        stack.extend(reversed([child for child in ast.iter_child_nodes(statement)]))
+        inner: list[ast.stmt] = []
+        for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+            for child in getattr(statement, block, ()):
+                inner += [child] if isinstance(child, ast.stmt) else child.body
+        stack.extend(reversed(inner))
 
 
 def holds(fact: Fact | None, value: Any) -> bool:

@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import sys
-import tempfile
 import tokenize
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +144,8 @@ def write_atomically(path: Path, data: bytes, expected: bytes | None = None) -> 
     `expected` is what the file held when it was read: if it holds something else by now, nothing is written.
     Raises SourceError when the file changed meanwhile or cannot be written; the old file is then still whole.
     """
+    import tempfile  # it brings shutil and every compression module along, and most runs write nothing
+
     check_writable(path)
     target = path.resolve()
     temporary = ""
