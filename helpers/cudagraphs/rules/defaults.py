@@ -22,15 +22,15 @@ ABSENT = {
     "inference_cuda_graph_scope": None,
 }
 
-# Defaults outside TransformerConfig, for the frameworks that build on megatron-core.
-# Source: megatron/bridge/training/config.py and megatron/core (DistributedDataParallelConfig, OptimizerConfig), newest known
-# releases; megatron/training/arguments.py for Megatron-LM.
+# Defaults outside TransformerConfig. Source: megatron/bridge/training/config.py 0.6.2 and the classes of megatron-core 0.19.2
+# that it derives from (DistributedDataParallelConfig, OptimizerConfig, RNGConfig, RerunStateMachineConfig).
 SECTIONS: dict[str, Any] = {
     "ddp.check_for_nan_in_grad": False,
     "ddp.overlap_grad_reduce": False,
     "ddp.overlap_param_gather": False,
     "ddp.use_distributed_optimizer": False,
     "ddp.use_megatron_fsdp": False,
+    "ddp.use_megatron_fsdp_v2": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",
     "ddp.fp8_param_gather": False,
     "ddp.reuse_grad_buf_for_mxfp8_param_ag": False,
@@ -40,13 +40,31 @@ SECTIONS: dict[str, Any] = {
     "optimizer.optimizer_cpu_offload": False,
     "rng.te_rng_tracker": False,
     "rng.inference_rng_tracker": False,
-    "model.use_te_rng_tracker": False,
     "rerun_state_machine.check_for_nan_in_loss": True,
+    "rerun_state_machine.check_for_spiky_loss": False,
     "train.rampup_batch_size": None,
     "comm_overlap.delay_wgrad_compute": None,
     "comm_overlap.overlap_moe_expert_parallel_comm": None,
     "comm_overlap.overlap_param_gather_with_optimizer_step": None,
+    "checkpoint.load": None,
     "dataset.packed_sequences": False,
+    "dataset.enable_offline_packing": False,
+    "dataset.enable_in_batch_packing": False,
+    "dataset.enable_native_packing": False,
+    "dataset.pad_to_max_length": False,
+    "dataset.offline_packing_specs.pad_cu_seqlens": False,
+    "model.moe_packed_padding_mask": False,
+}
+# Facts of the reading itself and of command lines beside the recipe: absent means that there is nothing to say.
+BESIDE: dict[str, Any] = {
+    "history.cuda_graph_impl": [],
+    "history.impl_after_finalize": None,
+    "harness.cuda_graph_impl": None,
+    "harness.cuda_graph_scope": None,
+}
+# What other frameworks make of the same settings. Source: megatron/training/arguments.py 0.19.2 (one flag for both NaN checks).
+BY_FRAMEWORK: dict[str, dict[str, Any]] = {
+    "megatron-lm": {"ddp.check_for_nan_in_grad": True},
 }
 
 # Values that stand for everything a fact can hold, as far as any condition asks. A rule that answers the same for all of them
@@ -98,6 +116,16 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "rng.te_rng_tracker": _YES_NO,
     "rng.inference_rng_tracker": _YES_NO,
     "rerun_state_machine.check_for_nan_in_loss": _YES_NO,
+    "rerun_state_machine.check_for_spiky_loss": _YES_NO,
+    "dataset.packed_sequences": _YES_NO,
+    "dataset.enable_offline_packing": _YES_NO,
+    "dataset.enable_in_batch_packing": _YES_NO,
+    "dataset.enable_native_packing": _YES_NO,
+    "dataset.pad_to_max_length": _YES_NO,
+    "dataset.offline_packing_specs.pad_cu_seqlens": _YES_NO,
+    "model.moe_packed_padding_mask": _YES_NO,
+    "model.has_mamba": _YES_NO,
+    "train.rampup_batch_size": (None, [32, 32, 1000000]),
     "comm_overlap.delay_wgrad_compute": (None, False, True),
     "comm_overlap.overlap_moe_expert_parallel_comm": (None, False, True),
     "comm_overlap.overlap_param_gather_with_optimizer_step": (None, False, True),
@@ -135,12 +163,14 @@ def candidates(name: str, minor: int) -> tuple[Any, ...]:
     return implementations(minor) if name == "cuda_graph_impl" else DOMAINS.get(name, ())
 
 
-def default(name: str, minor: int) -> Any:
+def default(name: str, minor: int, framework: str = "") -> Any:
     """The upstream default of a fact. Raises KeyError where there is none, or none that is a plain value."""
     if "." not in name:
         value = of_config(min(minor, NEWEST_MINOR))[name]
     elif name.startswith("env."):
         value = None
+    elif name in BY_FRAMEWORK.get(framework, ()):
+        value = BY_FRAMEWORK[framework][name]
     else:
         value = SECTIONS[name]
     if value is ...:

@@ -59,9 +59,11 @@ class Reader(Mapping[str, Any]):
         self.trace.setdefault(name, fact.source if fact is not None else None)
         if name in self.assumed:
             return self.assumed[name]
+        if fact is None and name in defaults.BESIDE:
+            return defaults.BESIDE[name]
         if fact is None and self.settings.complete:
             try:
-                return defaults.default(name, self.settings.versions.minor)
+                return defaults.default(name, self.settings.versions.minor, self.settings.framework)
             except KeyError:
                 pass
         raise NeedsFact(name)
