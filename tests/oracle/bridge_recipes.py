@@ -62,8 +62,8 @@ FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
 
 STANDIN_ROOTS = (
     "accelerate apex datasets diffusers einops flash_attn google huggingface_hub hydra librosa megatron.energon mlflow "
-    "modelopt nemo_run nvidia_resiliency_ext omegaconf PIL pyarrow rich safetensors soundfile tensorboard toml "
-    "torchvision tqdm transformer_engine transformer_engine_torch transformers triton wandb webdataset yaml"
+    "modelopt nemo_run nvidia_resiliency_ext omegaconf PIL pyarrow regex rich safetensors six soundfile tensorboard "
+    "toml torchvision tqdm transformer_engine transformer_engine_torch transformers triton wandb webdataset yaml"
 ).split()
 # Versions that megatron-core 0.19 and Bridge 0.6 accept.
 STANDIN_ATTRIBUTES = {
@@ -145,19 +145,24 @@ def config_functions(path: Path) -> list[tuple[str, int]]:
     return sorted(((node.name, node.lineno) for node in found), key=lambda item: item[1])
 
 
-def prepare(source: Path) -> None:
-    """Make `megatron.bridge` (from `source`) and `megatron.core` importable, with stand-ins for all the rest."""
+def import_bridge(source: Path, mcore: str) -> None:
+    """Make `megatron.bridge` (below `source`) and `megatron.core` importable, with stand-ins for all the rest."""
     standins.complete_environment()
-    sys.path[:0] = [str(source), str(wheels.fetch("megatron-core", MCORE))]
+    sys.path[:0] = [str(source), str(wheels.fetch("megatron-core", mcore))]
     standins.install(STANDIN_ROOTS, STANDIN_ATTRIBUTES)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    importlib.import_module("megatron.bridge.recipes.common")
+
+
+def replace_checkpoints() -> None:
+    """Let providers come from their class defaults instead of a checkpoint's configuration."""
     from megatron.bridge.diffusion.conversion.flux.flux_bridge import FluxBridge
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     AutoBridge.from_hf_pretrained = classmethod(lambda cls, path, **kwargs: CheckpointStandin(str(path)))
     AutoBridge.from_hf_config = classmethod(lambda cls, config, **kwargs: CheckpointStandin(""))
-    FluxBridge.provider_bridge = lambda self, hf: _tracked(_provider_class("FluxProvider"))
+    FluxBridge.provider_bridge = lambda self, hf: _tracked(provider_class("FluxProvider"))
 
 
 class CheckpointStandin:
@@ -169,10 +174,15 @@ class CheckpointStandin:
     def to_megatron_provider(self, load_weights: bool = True, hf_path: str | None = None):
         checkpoint = self.checkpoint.lower()
         families = (provider for pattern, provider in PROVIDERS if re.search(pattern, checkpoint))
-        return _tracked(_provider_class(next(families, DEFAULT_PROVIDER)))
+        return _tracked(provider_class(next(families, DEFAULT_PROVIDER)))
 
 
-def _provider_class(name: str) -> type:
+def provider_class(name: str) -> type:
+    """The model provider class of that name, wherever Bridge defines it.
+
+    Raises:
+        LookupError: there is none.
+    """
     from megatron.bridge.models.model_provider import ModelProviderMixin
 
     waiting = [ModelProviderMixin]
@@ -184,17 +194,17 @@ def _provider_class(name: str) -> type:
     raise LookupError(f"Bridge has no provider class {name}")
 
 
-def _tracked(provider_class: type):
+def _tracked(base: type):
     """An object of the class, with sizes that any checkpoint has, that notes which attributes are assigned later."""
 
-    class FromCheckpoint(provider_class):
+    class FromCheckpoint(base):
         def __setattr__(self, name, value):
             if "assigned_by_recipe" in self.__dict__:
                 self.__dict__["assigned_by_recipe"].add(name)
             super().__setattr__(name, value)
 
-    FromCheckpoint.__name__ = provider_class.__name__
-    names = {field.name for field in dataclasses.fields(provider_class)}
+    FromCheckpoint.__name__ = base.__name__
+    names = {field.name for field in dataclasses.fields(base)}
     required = {name: size for name, size in CHECKPOINT_SIZES.items() if name in names}
     provider = FromCheckpoint(**required)
     provider.__dict__["assigned_by_recipe"] = set()
@@ -310,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A bytecode file is trusted by size and whole second, which is too coarse for a tree that is being edited.
         sys.dont_write_bytecode = args.source is not None
         answers, sys.stdout = sys.stdout, sys.stderr  # what recipes print must not mix with the answers
-        prepare(source)
+        import_bridge(source, MCORE)
+        replace_checkpoints()
     except (wheels.WheelUnavailable, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
