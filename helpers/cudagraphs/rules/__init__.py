@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cudagraphs.rules import bridge, config, moe, names, overlap, recompute
+from cudagraphs.rules import arguments, bridge, config, moe, names, overlap, recompute
 from cudagraphs.rules.base import Example, Finding, GraphState, Member, Rule
 from cudagraphs.rules.evaluate import graph_state, judge
 from cudagraphs.rules.registry import REGISTRY
@@ -22,6 +22,7 @@ TOPICS = {
     "1": ("Scopes and mixtures of experts", moe),
     "2": ("Recompute, dropout and offloading", recompute),
     "3": ("Overlap and delayed weight gradients", overlap),
+    "4": ("Megatron-LM's command line", arguments),
     "5": ("Megatron Bridge", bridge),
 }
 for _, _module in TOPICS.values():

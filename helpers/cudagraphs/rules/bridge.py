@@ -16,7 +16,7 @@ TRACKED = {"use_te_rng_tracker": True}
 TE = {"cuda_graph_impl": "transformer_engine", **TRACKED}
 FULL = {"cuda_graph_impl": "full_iteration", **TRACKED, "rerun_state_machine.check_for_nan_in_loss": False}
 NEW = {"bridge": "0.6.2", "mcore": "0.19.2", "te": "2.14"}
-PACKED = {"dataset.enable_offline_packing": True}
+PACKED = {"dataset.packed_sequences": True, "dataset.enable_offline_packing": True}
 
 
 def named(value: Any) -> tuple[str, ...]:
@@ -67,9 +67,8 @@ def _delayed(f: Facts) -> bool:
 
 
 def _packing_graph(f: Facts, v: Versions) -> bool:
-    return bool(f["dataset.enable_offline_packing"]) and (
-        f["cuda_graph_impl"] == "transformer_engine" or raw_full_iteration(f, v)
-    )
+    graphs = f["cuda_graph_impl"] == "transformer_engine" or raw_full_iteration(f, v)
+    return graphs and bool(f["dataset.packed_sequences"]) and bool(f["dataset.enable_offline_packing"])
 
 
 def _packed_attention(f: Facts, v: Versions) -> bool:

@@ -61,6 +61,11 @@ BESIDE: dict[str, Any] = {
     "history.impl_after_finalize": None,
     "harness.cuda_graph_impl": None,
     "harness.cuda_graph_scope": None,
+    "arguments.inference_batch_times_seqlen_threshold": -1,
+    "arguments.inference_dynamic_batching_num_cuda_graphs": 16,
+    "arguments.perform_rl_step": False,
+    "arguments.rl_persist_cuda_graphs": False,
+    "arguments.rl_training_cuda_graphs": False,
 }
 # What other frameworks make of the same settings. Source: megatron/training/arguments.py 0.19.2 (one flag for both NaN checks).
 BY_FRAMEWORK: dict[str, dict[str, Any]] = {
