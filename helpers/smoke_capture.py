@@ -34,6 +34,7 @@ from pathlib import Path
 
 from cudagraphs import versions as known
 from cudagraphs.capture import parent, plan, plot, ranks, report, variants
+from cudagraphs.capture.gpulock import GpuLock
 from cudagraphs.capture.run import Effort, run
 from cudagraphs.capture.stacks import IMPORTS
 
@@ -324,12 +325,15 @@ def smoke(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict, int]:
             raise
         shape = plan.Shape(**setup["shape"])
         limits = {"default": args.phase_limit, "exit": args.exit_limit}
-        session = parent.Session(launcher, limits, here, progress, variants.rules_for)
+        # Several ranks keep step with each other instead: a lock a rank could leave two runs waiting for one another.
+        lock = GpuLock(probe.get("uuid") if here.world == 1 else None)
+        session = parent.Session(launcher, limits, here, progress, variants.rules_for, lock)
         effort = Effort(
             args.steps, args.long, args.rounds, args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
             args.dropout > 0,
         )
         outcomes = run(session, jobs, effort, here, progress)
+        lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)
     code = report.exit_code(results)
     peers = here.agree("verdicts", {

@@ -40,8 +40,9 @@ def test_repeated_halvings_are_told_as_one_change():
 
 def test_processes_share_the_gpu_only_where_they_fit():
     assert plan.at_once(plan.Shape(), 7, 139 * GIB) == 7
-    assert plan.at_once(plan.SIZES["compute"], 7, 139 * GIB) < 7
-    assert plan.at_once(plan.SIZES["compute"], 7, 8 * GIB) == 1
+    large = plan.shape("compute", "moe-dropless")
+    assert 1 < plan.at_once(large, 7, 139 * GIB) < 7
+    assert plan.at_once(large, 7, 8 * GIB) == 1
     assert plan.at_once(plan.Shape(), 7, 139 * GIB, world=2) == 1
 
 

@@ -63,4 +63,4 @@ def test_no_graph_gains_more_than_the_idle_time():
 
 
 def test_turns_last_about_as_long_for_short_and_long_steps():
-    assert timing.steps_per_turn(5) == 30 and timing.steps_per_turn(40) == 10 and timing.steps_per_turn(5000) == 3
+    assert timing.steps_per_turn(5) == 30 and timing.steps_per_turn(40) == 6 and timing.steps_per_turn(5000) == 3

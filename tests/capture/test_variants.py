@@ -75,6 +75,6 @@ def test_every_dense_candidate_is_legal():
 
 
 def test_an_assert_of_upstream_finds_its_rule():
-    codes = variants.rules_for("AssertionError: moe cuda graph is only supported for drop-padding MoE.")
+    codes = variants.rules_for("AssertionError: moe cuda graph is only supported with drop-padding MoE.")
     assert codes == tuple(judged("moe-dropless", "transformer_engine:moe")["codes"])
     assert variants.rules_for("something that upstream never says") == ()

@@ -28,11 +28,16 @@ class Worker:
     """Holds the trainer of one job and runs commands on it."""
 
     def __init__(self, job: dict, tell):
-        self.job, self.tell = job, tell
-        self.trainer = self.batches = self.digester = self.counter = None
+        self.job, self._send = job, tell
+        self.last = ""
+        self.trainer = self.batches = self.digester = self.counter = self.initial = None
         self.index = 0
         self.record = {"steps": [], "evaluations": [], "parameters": {}}
         self.memory: dict[str, dict] = {}
+
+    def progress(self, text: str) -> None:
+        self.last = text
+        self._send({"progress": text})
 
     def build(self, _command: dict) -> dict:
         import torch
@@ -55,6 +60,8 @@ class Worker:
         self.batches = Batches(job["shape"], job["seed"], job["data_rank"], self.device)
         self.digester = digest.Digester(self.device)
         self.record["parameters"]["start"] = self.digester.groups(self.trainer.parameters())
+        if job["dropout"]:
+            self.initial = [p.detach().clone() for p in self.trainer.model.parameters()]
         return {"parameters": sum(p.numel() for _, p in self.trainer.parameters())}
 
     def warmup(self, command: dict) -> dict:
@@ -90,15 +97,17 @@ class Worker:
         return {"captures": counted.captures, "seconds": seconds if counted.captures else 0.0, "record": self._take()}
 
     def parity(self, command: dict) -> dict:
-        """`steps` training steps with an evaluation after half of them, every step recorded, replays counted."""
+        """Training up to step `until` with an evaluation before step `evaluate_at`, every step recorded, replays counted.
+
+        The steps are absolute, because variants come out of their capture at different steps.
+        """
         from cudagraphs.capture import memory
 
-        steps, half = command["steps"], command["steps"] // 2
         replays = []
         self.counter.install()
         try:
-            for done in range(steps):
-                if done == half:
+            while self.index < command["until"]:
+                if self.index == command["evaluate_at"]:
                     self._evaluate()
                     self.record["parameters"]["evaluation"] = self.digester.groups(self.trainer.parameters())
                 self.counter.replays = 0
@@ -111,7 +120,16 @@ class Worker:
         return {"replays": replays, "captures": self.counter.captures, "record": self._take(), "memory": self.memory}
 
     def dropout(self, command: dict) -> dict:
-        """The loss of one batch, `draws` times over, weights frozen: only dropout's random numbers may change it."""
+        """The loss of one batch, `draws` times over, with the initial weights: only dropout's random numbers may change it.
+
+        Eager and the variant drew other masks in training, so their trained weights differ; the initial ones are the same.
+        """
+        import torch
+
+        with torch.no_grad():
+            for parameter, value in zip(self.trainer.model.parameters(), self.initial):
+                parameter.copy_(value)
+        self.initial = None
         batches = self.batches.at("train", 0)
         losses = []
         for _ in range(command["draws"]):
@@ -174,7 +192,7 @@ class Worker:
     # What the commands are made of
 
     def _recorded_step(self, digests: bool = True) -> None:
-        self.tell({"progress": f"step {self.index}"})
+        self.progress(f"step {self.index}")
         entry = {"index": self.index}
 
         def on_gradients() -> None:
@@ -188,7 +206,7 @@ class Worker:
 
     def _evaluate(self) -> None:
         for index in range(EVALUATIONS):
-            self.tell({"progress": f"evaluation {index}"})
+            self.progress(f"evaluation {index}")
             losses = self.trainer.evaluate(self.batches.at("evaluation", index))
             self.record["evaluations"].append({"index": index, "losses": [float(loss) for loss in losses]})
 
@@ -315,11 +333,13 @@ def _profiled(worker: Worker, steps: int) -> dict:
     begin = busy[0][0] if busy else 0.0
     span = (busy[-1][1] - begin) if busy else 0.0
     last = begin + span * (steps - 1) / steps
-    timeline = [(round(s - last, 4), round(e - last, 4)) for s, e in busy if s >= last]
+    # Gaps too short to see in a picture are closed, so that a result file stays small.
+    shown = merged([(s - last, e - last + span / steps / 1000) for s, e in busy if s >= last])
+    timeline = [(round(s, 3), round(e, 3)) for s, e in shown]
     return {
         "steps": steps, "kernels": len(work) / steps, "kernel_launches": kernels_launched / steps,
         "graph_launches": launches / steps, "kernel_ms": sum(e - s for s, e in work) / steps,
-        "busy_ms": sum(e - s for s, e in busy) / steps, "timeline": timeline[:4000],
+        "busy_ms": sum(e - s for s, e in busy) / steps, "timeline": timeline,
     }
 
 
@@ -330,7 +350,7 @@ def _drill(kind: str | None, trainer, device) -> None:
     import torch
 
     if kind == "oom":
-        # Leaves no room for what the capture adds to what the warmup already reserved.
+        # Leaves no room for a new segment: the capture cannot use what the warmup reserved, it needs pools of its own.
         capture = trainer.capture
         step = trainer.step
 
@@ -338,7 +358,7 @@ def _drill(kind: str | None, trainer, device) -> None:
             def call(*args, **kwargs):
                 from cudagraphs.capture import memory
 
-                memory.limit(device, int(torch.cuda.memory_reserved(device) + (8 << 20)))
+                memory.limit(device, torch.cuda.memory_allocated(device) + (1 << 20))
                 return function(*args, **kwargs)
             return call
 
@@ -408,6 +428,7 @@ def _failure(phase: str, error: BaseException, worker: Worker) -> dict:
     stack = "".join(traceback.format_exception(error))
     return {
         "phase": phase, "type": type(error).__name__, "message": str(error), "traceback": stack[-8000:], "memory": figures,
+        "last": worker.last,
     }
 
 

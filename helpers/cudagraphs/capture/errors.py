@@ -60,7 +60,8 @@ CAPTURE_ERRORS = {
         "operation not permitted on an event last recorded in a capturing stream",
         "an event recorded inside the capture is queried or synchronized outside it; MoE token dispatchers do this for "
         "their device-to-host copies",
-        "leave moe_preprocess and the dispatcher out of the scope, or use the transformer_engine implementation",
+        "capture only what comes before the dispatch (attn, moe_router, moe_preprocess) with the transformer_engine "
+        "implementation, or make the experts drop-and-pad",
     ),
     908: (
         "cudaErrorStreamCaptureWrongThread",
@@ -103,6 +104,16 @@ _KNOWN = (
         "CUDA graph accepts only Tensor inputs",
         "an argument of the captured module is not a tensor (packed_seq_params, inference_context)",
         "leave attn out of the modules, or pad instead of packing",
+    ),
+    (
+        "NCCL error",
+        "NCCL could not start or continue, often because the GPU's memory is already full",
+        "look at the memory of the GPU (nvidia-smi); run again with NCCL_DEBUG=INFO for NCCL's own words",
+    ),
+    (
+        "device-side assert triggered",
+        "a kernel found an impossible index or value",
+        "run again with CUDA_LAUNCH_BLOCKING=1 and without graphs; if eager passes, the replay used stale or foreign data",
     ),
     (
         "DataLoader worker",
@@ -165,6 +176,8 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
     text = f"{message}\n{detail}"
     memory = report.get("memory")
     short = message.strip().splitlines()[0] if message.strip() else kind
+    if report.get("last"):
+        short = f"{short} (at {report['last']})"
     if "OutOfMemoryError" in kind or "CUDA out of memory" in message or "cudaErrorMemoryAllocation" in message:
         private = private_pool_bytes(message)
         if private is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -32,10 +33,16 @@ def probe() -> dict:
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:
+        # Transformer Engine may have loaded another cuDNN than torch was built with; torch then refuses to work with it.
+        built, loaded = re.findall(r"\((\d+, \d+, \d+)\)", str(error))[:2] or ("", str(error))
+        cudnn = f"{loaded.replace(', ', '.')} (torch was built with {built.replace(', ', '.')})"
     return {
         **out, "devices": torch.cuda.device_count(), "gpu": properties.name, "capability": [properties.major, properties.minor],
-        "memory_bytes": total, "free_bytes": free, "multiprocessors": properties.multi_processor_count,
-        "cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "uuid": str(getattr(properties, "uuid", "0")), "memory_bytes": total, "free_bytes": free, "multiprocessors": properties.multi_processor_count,
+        "cudnn": cudnn, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

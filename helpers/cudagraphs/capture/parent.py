@@ -22,11 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cudagraphs.capture import errors
+from cudagraphs.capture.gpulock import GpuLock
 from cudagraphs.capture.ranks import Ranks
 
 HELPERS = Path(__file__).resolve().parents[2]
 # Seconds a child gets after SIGUSR1 to write down where it stands, before it is killed.
 LAST_WORDS = 1.0
+# Phases that measure: one child has the GPU to itself, also against other runs of this tool on the same GPU.
+MEASURING = ("capture", "profile", "time")
 # How often waiting looks for news from other ranks.
 TICK = 0.5
 
@@ -250,8 +253,11 @@ def _file_name(name: str) -> str:
 class Session:
     """The children of one run. `limits` holds seconds by phase, with `default`; `rules` maps assert texts to rule codes."""
 
-    def __init__(self, launcher, limits: dict[str, float], ranks: Ranks, progress=lambda text: None, rules=lambda text: ()):
-        self._launcher, self._limits, self._ranks = launcher, limits, ranks
+    def __init__(
+        self, launcher, limits: dict[str, float], ranks: Ranks, progress=lambda text: None, rules=lambda text: (),
+        lock: GpuLock | None = None,
+    ):
+        self._launcher, self._limits, self._ranks, self._lock = launcher, limits, ranks, lock or GpuLock(None)
         self._progress, self._rules = progress, rules
         self.seconds: dict[str, float] = {}
 
@@ -264,12 +270,13 @@ class Session:
     def ask(self, children: Iterable[Child], command: dict) -> list[Child]:
         """Gives the command to every child that is alive, all at once. Returns those that answered it on every rank."""
         phase = command["do"]
-        begin = time.monotonic()
         asked = [child for child in children if child.alive]
-        for child in asked:
-            child.answers.pop(phase, None)
-            child.send(command)
-        self._collect(asked, phase, begin + self.limit(phase))
+        with self._lock.held(alone=phase in MEASURING):
+            begin = time.monotonic()
+            for child in asked:
+                child.answers.pop(phase, None)
+                child.send(command)
+            self._collect(asked, phase, begin + self.limit(phase))
         for child in asked:
             self._agree(child, phase)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - begin

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 
 # Largest relative differences that count as the same training where the bits differ: (loss, gradient group, parameters).
-# BF16 keeps 8 bits of mantissa (2**-8 = 0.4%) and FP8 E4M3 keeps 3 (2**-4 = 6%); a reordered sum moves a loss far less than one
-# unit, a gradient group by a few, and steps add up.
+# BF16 keeps 8 bits of mantissa (half a unit is 2**-9, 0.2%) and FP8 E4M3 keeps 4 (2**-5, 3%); a reordered sum moves a loss far less
+# than that, a gradient group by a few units, parameters kept in BF16 by up to one, and steps add up.
 TOLERANCES = {
     "fp32": (1e-5, 1e-3, 1e-4),
-    "bf16": (2e-3, 3e-2, 1e-3),
+    "bf16": (2e-3, 3e-2, 4e-3),
     "fp8": (1e-2, 2e-1, 1e-2),
 }
 

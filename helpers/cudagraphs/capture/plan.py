@@ -31,10 +31,10 @@ class Shape:
 # launch: kernels shorter than their launch, the host is the limit. compute: kernels fill the GPU, there is nothing to gain.
 SIZES = {
     "launch": Shape(),
-    "compute": Shape(layers=4, hidden=4096, heads=32, kv_heads=32, ffn=16384, sequence=4096),
+    "compute": Shape(layers=2, hidden=4096, heads=32, kv_heads=32, ffn=16384, sequence=4096, vocabulary=8192),
 }
 # Experts are narrower than a dense layer, as in the models people train.
-_MOE = {"launch": {"experts": 8, "ffn": 1024}, "compute": {"experts": 8, "ffn": 8192, "layers": 3}}
+_MOE = {"launch": {"experts": 8, "ffn": 1024}, "compute": {"experts": 8, "ffn": 4096, "sequence": 8192}}
 
 
 def shape(size: str, model: str) -> Shape:

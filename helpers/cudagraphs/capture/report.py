@@ -77,7 +77,8 @@ def _replay(outcome: Outcome, baseline: bool) -> dict:
 
 
 def _parity(outcome: Outcome, eager: Outcome, job: dict) -> dict | None:
-    if outcome is eager or not outcome.record["steps"] or outcome.failure is not None and not outcome.rounds_ms:
+    # Without every step on both sides there is nothing to compare: the failure says why.
+    if outcome is eager or not (eager.record["parameters"].get("end") and outcome.record["parameters"].get("end")):
         return None
     precision = job["precision"]
     if job["dropout"] and job["impl"] != EAGER.impl:
@@ -108,6 +109,8 @@ def _against_rules(out: dict) -> str | None:
     """Where the GPU and the rules disagree. A drill breaks a variant on purpose and says nothing about the rules."""
     if out["captured"] is None or not out["rules"] or out["drill"]:
         return None
+    if out["failure"] and out["failure"]["kind"] not in ("refused", "capture", "assert"):
+        return None  # memory, crashes and hangs are no question of legality
     if out["rules"]["verdict"] == "legal" and not works(out):
         return f"the rules call it legal, and it does not work: {problem(out)}"
     if out["rules"]["verdict"] == "illegal" and works(out):
@@ -171,7 +174,7 @@ def _ratio(speedup: dict) -> str:
 def recommend(results: list[dict]) -> dict:
     """`{"variant", "why"}`: the fastest variant that works; eager where none is faster beyond doubt.
 
-    Among variants whose intervals overlap the fastest one's, the one that costs least memory.
+    Among variants that are as fast as the fastest within the noise, the one that costs least memory.
     """
     eager = next(out for out in results if out["name"] == EAGER.name)
     if eager["failure"] or eager["timing"] is None:
@@ -183,11 +186,12 @@ def recommend(results: list[dict]) -> dict:
         share = f": the GPU is busy {busy['busy_share']:.0%} of an eager step" if busy else ""
         return {"variant": EAGER.name, "why": f"no variant that works is faster beyond doubt{share}"}
     best = max(good, key=lambda out: out["speedup"]["value"])
-    tied = [out for out in good if out["speedup"]["high"] >= best["speedup"]["low"]]
+    margin = max(timing.NEUTRAL_SHARE, best["speedup"]["noise"])
+    tied = [out for out in good if out["speedup"]["value"] >= best["speedup"]["value"] * (1 - margin)]
     chosen = min(tied, key=lambda out: out["memory_cost"] or 0)
     why = f"{_ratio(chosen['speedup'])} of eager's speed, {chosen['parity']['verdict']} parity"
     if chosen is not best:
-        why += f"; {best['name']} is as fast within the uncertainty and needs more memory"
+        why += f"; {best['name']} is as fast within the noise and needs more memory"
     return {"variant": chosen["name"], "why": why}
 
 
@@ -222,6 +226,12 @@ def table(result: dict) -> str:
         lines.append(
             f"The GPU was busy {busy['busy_share']:.0%} of an eager step: no graph can give more than "
             f"{busy['best_speedup']:.2f}x."
+        )
+    twin = next((out for out in result["variants"] if out["name"] == REPEAT), None)
+    if twin and twin["parity"] and not twin["parity"]["bitwise"]:
+        lines.append(
+            f"Eager does not repeat itself bit for bit here (gradients {twin['parity']['gradients']:.1e} apart): bitwise parity of "
+            "a graph cannot be expected."
         )
     for out in result["variants"]:
         lines.append(f"{out['name']}: {out['verdict']}")

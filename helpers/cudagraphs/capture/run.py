@@ -13,6 +13,8 @@ from cudagraphs.capture.ranks import Ranks
 from cudagraphs.capture.variants import EAGER, REPEAT
 
 DROPOUT_DRAWS = 40
+# The first step that every variant may already replay: three eager ones, and one that captures.
+FIRST_REPLAY = 4
 PROFILED_STEPS = 2
 
 
@@ -105,10 +107,10 @@ def _prepare(session: Session, children: list[Child], effort: Effort, outcomes, 
             outcome.captures, outcome.capture_s = answer["captures"], answer["seconds"]
             if answer["captures"]:
                 progress(f"{child.name}: {answer['captures']} graphs in {answer['seconds']:.1f} s")
-    _parity(session, children, effort.steps, True, outcomes)
+    _parity(session, children, FIRST_REPLAY, effort.steps, True, outcomes)
     progress(f"{effort.steps} steps compared")
     if effort.long:
-        _parity(session, children, effort.long, False, outcomes)
+        _parity(session, children, FIRST_REPLAY + effort.steps, effort.long, False, outcomes)
         progress(f"{effort.long} more steps compared")
     if effort.dropout:
         for child in session.ask(children, {"do": "dropout", "draws": DROPOUT_DRAWS}):
@@ -117,8 +119,9 @@ def _prepare(session: Session, children: list[Child], effort: Effort, outcomes, 
         _keep_failure(child, outcomes)
 
 
-def _parity(session: Session, children: list[Child], steps: int, digests: bool, outcomes) -> None:
-    for child in session.ask(children, {"do": "parity", "steps": steps, "digests": digests}):
+def _parity(session: Session, children: list[Child], first: int, steps: int, digests: bool, outcomes) -> None:
+    command = {"do": "parity", "until": first + steps, "evaluate_at": first + steps // 2, "digests": digests}
+    for child in session.ask(children, command):
         answer, outcome = child.answers["parity"], outcomes[child.name]
         _merge(outcome, answer)
         outcome.replays += answer["replays"]

@@ -95,6 +95,6 @@ def bound(eager_ms: float, busy_ms: float, graph_ms: float | None = None) -> dic
     return {"busy_share": busy_ms / eager_ms, "best_speedup": eager_ms / busy_ms if busy_ms else None, "reached": reached}
 
 
-def steps_per_turn(step_ms: float, turn_ms: float = 400.0) -> int:
+def steps_per_turn(step_ms: float, turn_ms: float = 250.0) -> int:
     """How many steps one turn measures: about `turn_ms` of work, at least 3 and at most 30."""
     return max(3, min(30, round(turn_ms / max(step_ms, 1e-3))))
