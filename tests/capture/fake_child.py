@@ -40,7 +40,7 @@ def answers(job):
         "dropout": {"losses": [1.0, 2.0]},
         "profile": {"graph_launches": graphs, "busy_ms": 2.0, "kernel_ms": 2.0, "kernels": 10, "timeline": [[0.0, 1.0], [1.5, 2.0]]},
         "time": {"steps_ms": [job.get("step_ms", 10.0)] * 4, "wall_ms": 40.0},
-        "close": {"deleted": graphs, "memory": {"after_cleanup": {}}, "seconds": {"graphs": 0.0, "model": 0.0, "process_group": 0.0}},
+        "close": {"deleted": {"live_graphs_after": job.get("left", 0)}, "memory": {"after_cleanup": {}}, "seconds": {"graphs": 0.0, "model": 0.0, "process_group": 0.0}},
     }
 
 

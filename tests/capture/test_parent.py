@@ -93,6 +93,11 @@ def test_a_hang_at_exit_is_part_of_the_verdict(tmp_path):
     assert report.exit_code(list(out.values())) == 1 and no_process_left(out)
 
 
+def test_a_graph_that_outlives_the_cleanup_is_part_of_the_verdict(tmp_path):
+    out = assessed(tmp_path, jobs(job("bad", left=3)))
+    assert not out["bad"]["cleanup"]["clean"] and "3 graphs left" in out["bad"]["verdict"]
+
+
 def test_lines_that_are_no_message_are_passed_over(tmp_path):
     assert assessed(tmp_path, jobs(job("odd", behave={"parity": "garbage"})))["odd"]["captured"]
 

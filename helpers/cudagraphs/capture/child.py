@@ -149,7 +149,7 @@ class Worker:
         On a GPU each step is the distance of two events on the current stream, so the host may run ahead as it does in
         training; `wall` is the host's clock over the whole turn, to check the events against.
         """
-        for _ in range(command.get("lead", 2)):
+        for _ in range(command.get("lead", 1)):
             self._plain_step()
         self._synchronize()
         start = time.perf_counter()
@@ -169,9 +169,11 @@ class Worker:
         """Graphs first, model second, process group last; each part timed in seconds."""
         from cudagraphs.capture import memory
 
+        from delete_graphs import delete_cuda_graphs
+
         start = time.perf_counter()
         self._synchronize()
-        deleted = self.trainer.delete_graphs()
+        report = delete_cuda_graphs(release_memory=False)
         graphs = time.perf_counter()
         self.trainer.close()
         self.trainer = self.batches = self.digester = None
@@ -185,7 +187,7 @@ class Worker:
         _leave()
         end = time.perf_counter()
         return {
-            "deleted": deleted["deleted"], "memory": self.memory,
+            "deleted": report.as_dict(), "memory": self.memory,
             "seconds": {"graphs": graphs - start, "model": models - graphs, "process_group": end - models},
         }
 

@@ -94,7 +94,8 @@ def _cleanup(outcome: Outcome, exit_limit_s: float) -> dict | None:
         return None
     done = outcome.cleanup
     total = sum(done["seconds"].values()) + done["exit_s"]
-    return {**done, "total_s": total, "clean": done["status"] == 0 and done["exit_s"] <= exit_limit_s}
+    left = done["deleted"]["live_graphs_after"]
+    return {**done, "total_s": total, "clean": done["status"] == 0 and total <= exit_limit_s and not left}
 
 
 def _memory_cost(outcome: Outcome, eager: Outcome) -> int | None:
@@ -141,7 +142,8 @@ def problem(out: dict) -> str | None:
     if out["replay"]["fallbacks"]:
         return f"{out['replay']['fallbacks']} replays fell back to eager"
     if out["cleanup"] and not out["cleanup"]["clean"]:
-        return f"exit took {out['cleanup']['exit_s']:.1f} s, status {out['cleanup']['status']}"
+        left = out["cleanup"]["deleted"]["live_graphs_after"]
+        return f"cleanup took {out['cleanup']['total_s']:.1f} s, exit status {out['cleanup']['status']}, {left} graphs left"
     return None
 
 

@@ -11,7 +11,7 @@ A trainer is built as `Trainer(job)` from the plain job that `plan.job` makes, i
 - `warmup_steps`: eager training steps before the capture.
 - `gradients()` and `parameters()`: iterators of (name, Tensor), gradients in the dtype they accumulate in, parameters in the
   dtype the optimizer updates.
-- `delete_graphs() -> dict` and `close()`: cleanup, in that order, before the process group goes.
+- `close()`: lets go of everything, after the graphs were deleted and before the process group goes.
 """
 
 from __future__ import annotations

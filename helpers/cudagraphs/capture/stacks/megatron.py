@@ -169,26 +169,6 @@ class Trainer:
         layers = [layer for name, layer in self.model.named_modules() if name.endswith("self_attention")]
         return layers[-1]
 
-    def delete_graphs(self) -> dict:
-        """Every graph reset or dropped: TE's by its helper, full iteration's by the wrapper, local ones with their runners."""
-        deleted = 0
-        if self._helper is not None and self._helper.graphs_created():
-            deleted = sum(len(layer.cuda_graphs) for layer in self._helper.flattened_callables)
-            self._helper.delete_cuda_graphs()
-        elif self.impl == "full_iteration":
-            deleted = sum(graph is not None for graph in self._schedule.cuda_graph.values())
-            self._schedule.reset_cuda_graph()
-        elif self.impl == "local":
-            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-            for module in self.model.modules():
-                runners = getattr(module, "cudagraph_runners", None)
-                if runners:
-                    deleted += sum((r.fwd_graph is not None) + (r.bwd_graph is not None) for r in runners)
-                    runners.clear()
-            delete_cuda_graphs()
-        return {"deleted": deleted}
-
     def close(self) -> None:
         self._helper = self._schedule = self.model = self.optimizer = None
         self.config.finalize_model_grads_func = self.config.no_sync_func = None

@@ -84,8 +84,6 @@ class _DryGraph:
     def __init__(self, function: Callable[[], None]):
         self.replay = function
 
-    def reset(self) -> None:
-        self.replay = None
 
 
 class Trainer:
@@ -245,15 +243,9 @@ class Trainer:
         """The module that fault drills disturb: the attention of the last layer."""
         return self.model.layers[-1].attn
 
-    def delete_graphs(self) -> dict:
-        count = len(self._graphs)
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs, self._losses, self._static = [], [], []
-        return {"deleted": count}
-
     def close(self) -> None:
         self.model = self.optimizer = None
+        self._graphs, self._losses, self._static = [], [], []
 
 
 class _JoinedStream:

@@ -74,9 +74,3 @@ class Trainer(plain.Trainer):
 
     def block(self) -> nn.Module:
         return self.model.layers[-1].self_attention
-
-    def delete_graphs(self) -> dict:
-        resettable = [layer for layer in self.model.layers if hasattr(layer, "reset")]
-        for layer in resettable:
-            layer.reset()
-        return {"deleted": len(resettable)}
