@@ -212,20 +212,22 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
 
 
 def kept(settings: Settings, before: GraphState, request: Request) -> Recommendation | None:
-    """Graphs that are on already and that no rule objects to stay as they are; only what they still need is added.
+    """Graphs that are on already stay as they are, with what they still need added.
 
-    None where the flags ask for something else, where graphs are off, or where what stands there would not validate.
+    None where the flags ask for something else, where graphs are off, or where the rules reject these very graphs.
     """
     if request.preset or request.impl or request.scopes is not None or not before.active or before.by_world:
         return None
     impl = "full_iteration" if before.full_iteration else before.impl
     scopes = [] if before.full_iteration else list(before.modules)
     advice = recommend(settings, impl=impl, scopes=scopes, warmup_steps=request.warmup_steps, extra=request.extra)
-    if advice.refused or any(report.is_blocking(finding) for finding in check(settings) if finding.layer in ("config", "bridge")):
+    if advice.refused:
         return None
-    overrides = {name: value for name, value in advice.overrides.items() if name not in GRAPH_FACTS}
     reason = f"graphs are on already ({report.state_text(before)}) and stay so; --preset, --impl or --scopes changes them"
-    return advice._replace(overrides=overrides, reasons=[reason])
+    missing = {name: value for name, value in advice.overrides.items() if name not in GRAPH_FACTS}
+    if any(report.is_blocking(finding) for finding in check(settings.with_values(missing))):
+        return advice._replace(reasons=[reason, *advice.reasons])
+    return advice._replace(overrides=missing, reasons=[reason])
 
 
 def show(
