@@ -84,12 +84,23 @@ Fact = Union[Known, Unknown, Choice]
 
 def join(branch: Branch, if_true: Fact, if_false: Fact) -> Fact:
     """The fact after both sides of `branch` meet again: one fact where the sides agree, else a choice."""
+    if_true, if_false = decided(if_true, branch, True), decided(if_false, branch, False)
     if if_true == if_false:
         return if_true
     if isinstance(if_true, Known) and isinstance(if_false, Known):
         if type(if_true.value) is type(if_false.value) and if_true.value == if_false.value:
             return if_true
     return Choice(branch, if_true, if_false)
+
+
+def decided(fact: Fact, branch: Branch, side: bool) -> Fact:
+    """The fact where `branch` is known to go to `side`."""
+    if not isinstance(fact, Choice):
+        return fact
+    if fact.branch == branch:
+        return decided(fact.if_true if side else fact.if_false, branch, side)
+    if_true, if_false = decided(fact.if_true, branch, side), decided(fact.if_false, branch, side)
+    return if_true if if_true == if_false else Choice(fact.branch, if_true, if_false)
 
 
 @dataclass(frozen=True)

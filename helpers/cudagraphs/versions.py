@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -116,10 +117,9 @@ def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions
     for component in DISTRIBUTIONS:
         text, origin = given.get(component), "given"
         if text is None:
+            text, origin = _paired(component, given)
+        if text is None:
             text, origin = installed(component), "installed"
-        if text is None and component == "mcore" and numbers.get("bridge") is None and given.get("bridge"):
-            pin = BRIDGE_PINS.get(parse(given["bridge"])[:2])
-            text, origin = pin, f"pinned by Bridge {given['bridge']}"
         if text is None:
             text, origin = NEWEST[component], "newest known"
         if text.lower() == "none":
@@ -143,6 +143,19 @@ def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions
     if framework != "megatron-bridge":
         versions = replace(versions, bridge=None)
     return versions
+
+
+def _paired(component: str, given: Mapping[str, str | None]) -> tuple[str | None, str]:
+    """The megatron-core that goes with a given Bridge, or the Bridge that goes with a given megatron-core."""
+    other = given.get({"mcore": "bridge", "bridge": "mcore"}.get(component, ""))
+    if other is None or other.lower() == "none":
+        return None, ""
+    number = parse(other)[:2]
+    if component == "mcore":
+        return BRIDGE_PINS.get(number), f"pinned by Bridge {other}"
+    released = [bridge for bridge, pin in BRIDGE_PINS.items() if parse(pin)[:2] <= number]
+    bridge = max(released, default=min(BRIDGE_PINS))
+    return ".".join(map(str, bridge)), f"goes with megatron-core {other}"
 
 
 ARCH_NAMES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3)}

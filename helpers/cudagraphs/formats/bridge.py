@@ -8,7 +8,7 @@ Field names, defaults and effects are those of megatron-bridge 0.3 to 0.6 (`mega
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudagraphs.formats.interpreter import Call, Classes, Interpreter
@@ -100,6 +100,9 @@ class BridgeClasses(Classes):
     """Defaults of upstream's configuration classes for one set of versions."""
 
     opaque = frozenset(CLASS_SECTIONS) | OTHER_OPAQUE | CORE_CONFIGS
+
+    def is_config(self, value: Any) -> bool:
+        return config_kind(value) != ""
 
     def __init__(self, versions: Versions):
         self.versions = versions
@@ -306,36 +309,62 @@ def config_kind(value: Any) -> str:
     return ""
 
 
-def facts_of(interpreter: Interpreter, config: Object, classes: BridgeClasses) -> dict[str, Fact]:
-    """Every fact that the configuration object settles, by fact name; see `cudagraphs.settings` for the names."""
-    facts: dict[str, Fact] = {}
+def facts_of(interpreter: Interpreter, config: Any, classes: BridgeClasses) -> dict[str, Fact]:
+    """Every fact that the configuration settles, by fact name; see `cudagraphs.settings` for the names."""
+    if isinstance(config, ChoiceValue):
+        return _both_sides(config, classes, lambda side: facts_of(interpreter, side, classes))
+    if not isinstance(config, Object):
+        return {}
     if config_kind(config) == "model":
-        _model_facts(facts, interpreter, config, classes)
-        return facts
+        return _model_facts(interpreter, config, classes)
     model = interpreter.attribute(config, "model")
-    for leaf in _objects(model):
-        _model_facts(facts, interpreter, leaf, classes)
+    facts = _model_facts(interpreter, model, classes)
     if isinstance(model, UnknownValue):
         facts["model"] = Unknown(model.reason)
     for name in dict.fromkeys([*config.slots, *SECTION_CLASSES, *NONE_SECTIONS]):
         if name in ("model", "env_vars") or not isinstance(name, str):
             continue
         value = interpreter.attribute(config, name)
-        if not isinstance(value, Object):
-            facts[name] = _fact(config.slots.get(name) or Slot(value))
-        elif value.kind == "instance":
-            _flatten(facts, name, value)
-    for name, default in defaults.SECTIONS.items():
-        section, _, field = name.partition(".")
-        owner = interpreter.attribute(config, section) if section not in ("model", "dataset") else None
-        if isinstance(owner, Object) and name not in facts:
-            value = classes.default(interpreter, owner, field)
-            facts[name] = Unknown(value.reason) if isinstance(value, UnknownValue) else Known(_plain(value), None, "default")
+        facts.update(_section_facts(interpreter, name, value, config.slots.get(name), classes))
     _environment(facts, interpreter, config)
     _precision(facts, interpreter, config)
     _overlap(facts)
     _packing(facts)
     return facts
+
+
+def _section_facts(
+    interpreter: Interpreter, section: str, value: Any, slot: Slot | None, classes: BridgeClasses
+) -> dict[str, Fact]:
+    """The facts of one section of the container: what is set on it, and the defaults of what rules ask for."""
+    if isinstance(value, ChoiceValue) and any(True for _ in _objects(value)):
+        return _both_sides(value, classes, lambda side: _section_facts(interpreter, section, side, None, classes))
+    if not isinstance(value, Object):
+        return {section: _fact(slot or Slot(value))}
+    facts: dict[str, Fact] = {}
+    if value.kind == "instance":
+        _flatten(facts, section, value)
+    if section != "dataset":
+        for name in defaults.SECTIONS:
+            owner, _, field = name.partition(".")
+            if owner == section and name not in facts:
+                default = classes.default(interpreter, value, field)
+                facts[name] = Unknown(default.reason) if isinstance(default, UnknownValue) else Known(_plain(default), None, "default")
+    return facts
+
+
+def _both_sides(value: ChoiceValue, classes: BridgeClasses, facts_of_side: Callable[[Any], dict[str, Fact]]) -> dict[str, Fact]:
+    """The facts of an object that is one of two, by a branch."""
+    if_true, if_false = facts_of_side(value.if_true), facts_of_side(value.if_false)
+    joined = {}
+    for name in {**if_true, **if_false}:
+        sides = []
+        for facts in (if_true, if_false):
+            default = classes.core.get(name, ...)
+            absent = Unknown("it is set on one side only") if default is ... else Known(default, None, "default")
+            sides.append(facts.get(name, absent))
+        joined[name] = join(value.branch, *sides)
+    return joined
 
 
 def _objects(value: Any) -> Iterator[Object]:
@@ -346,7 +375,12 @@ def _objects(value: Any) -> Iterator[Object]:
         yield value
 
 
-def _model_facts(facts: dict[str, Fact], interpreter: Interpreter, model: Object, classes: BridgeClasses) -> None:
+def _model_facts(interpreter: Interpreter, model: Any, classes: BridgeClasses) -> dict[str, Fact]:
+    if isinstance(model, ChoiceValue):
+        return _both_sides(model, classes, lambda side: _model_facts(interpreter, side, classes))
+    if not isinstance(model, Object):
+        return {}
+    facts: dict[str, Fact] = {}
     facts["model.provider"] = Known(model.class_name or "unknown", None, "assigned")
     for name, slot in model.slots.items():
         if name == "__hf_id__":
@@ -363,6 +397,7 @@ def _model_facts(facts: dict[str, Fact], interpreter: Interpreter, model: Object
             found = classes._class_default(interpreter, model, name)
             if found is not None and not isinstance(found[0], (UnknownValue, Object)):
                 facts[name] = Known(_plain(found[0]), None, "default")
+    return facts
 
 
 def _flatten(facts: dict[str, Fact], prefix: str, obj: Object) -> None:

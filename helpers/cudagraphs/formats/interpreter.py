@@ -79,6 +79,7 @@ class Frame:
     locals: dict[str, Any]
     closure: "Frame | None" = None
     nesting: int = 0
+    statement: ast.stmt | None = None
     path: list[tuple[Branch, bool]] = field(default_factory=list)
     pending: list[tuple[list[tuple[Branch, bool]], "Heap", Any]] = field(default_factory=list)
 
@@ -114,6 +115,10 @@ class Classes:
     """What is known of upstream's classes without their source; `formats.bridge` has the real one."""
 
     opaque: frozenset[str] = frozenset()
+
+    def is_config(self, value: Any) -> bool:
+        """Whether a value is a configuration that a training loop or a model takes."""
+        return isinstance(value, Object) and value.kind == "instance"
 
     def default(self, interpreter: "Interpreter", obj: Object, name: str) -> Any:
         """The value of an attribute that the recipe does not set; an UnknownValue where it cannot be told."""
@@ -255,6 +260,7 @@ class Interpreter:
             self.steps += 1
             if self.steps > MAX_STEPS:
                 raise Budget
+            frame.statement = statement
             status, value = self.statement(statement, frame)
             if status != NORMAL:
                 return status, value
@@ -267,15 +273,7 @@ class Interpreter:
         return handler(node, frame) or (NORMAL, None)
 
     def _do_Expr(self, node: ast.Expr, frame: Frame) -> None:
-        value = node.value
-        if isinstance(value, ast.Call) and self.consumers and frame.number == 0:
-            name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-            if name in self.consumers:
-                for argument in [*value.args, *(k.value for k in value.keywords)]:
-                    found = self.evaluate(argument, frame)
-                    if isinstance(found, Object) and found.kind == "instance":
-                        raise Consumed(node, found)
-        self.evaluate(value, frame)
+        self.evaluate(node.value, frame)
 
     def _do_Assign(self, node: ast.Assign, frame: Frame) -> None:
         value = self.evaluate(node.value, frame)
@@ -489,10 +487,25 @@ class Interpreter:
                     self.assign(element, items[index], frame, node, None)
         elif isinstance(target, ast.Attribute):
             site = Site(frame.module, node, value_node, frame.number, frame.nesting > 0)
-            self.set_attribute(self.evaluate(target.value, frame), target.attr, value, site)
+            self.set_attribute(self._assigned_to(target.value, "instance", frame), target.attr, value, site)
         elif isinstance(target, ast.Subscript):
             site = Site(frame.module, node, value_node, frame.number, frame.nesting > 0)
-            self.set_item(self.evaluate(target.value, frame), self.evaluate(target.slice, frame), value, site)
+            self.set_item(self._assigned_to(target.value, "mapping", frame), self.evaluate(target.slice, frame), value, site)
+
+    def _assigned_to(self, node: ast.expr, kind: str, frame: Frame) -> Any:
+        """The object that `node` names, for an assignment into it: a value that is not known becomes an object of which
+        nothing is known yet."""
+        if isinstance(node, ast.Attribute):
+            owner = self._assigned_to(node.value, "instance", frame)
+            value = self.attribute(owner, node.attr)
+            if isinstance(value, UnknownValue) and isinstance(owner, Object) and owner.kind == "instance":
+                value = self.new_object("", kind, open_reason=value.reason)
+                owner.slots[node.attr] = Slot(value)
+            return value
+        value = self.evaluate(node, frame)
+        if isinstance(node, ast.Name) and isinstance(value, UnknownValue) and node.id in frame.locals:
+            value = frame.locals[node.id] = self.new_object("", kind, open_reason=value.reason)
+        return value
 
     def set_attribute(self, owner: Any, name: str, value: Any, site: Site | None) -> None:
         if isinstance(owner, Object):
@@ -953,6 +966,10 @@ class Interpreter:
                 unknown_keywords = f"`**{_short(keyword.value)}` is not fully known"
                 if isinstance(value, Object):
                     keywords.update({str(name): slot.value for name, slot in value.slots.items()})
+        if frame.number == 0 and called_name(node) in self.consumers:
+            for value in [*arguments, *keywords.values()]:
+                if self.classes.is_config(value):
+                    raise Consumed(frame.statement, value)
         call = Call(node, frame, sites, unknown_keywords)
         return self.call(function, arguments, keywords, call)
 
@@ -1249,6 +1266,11 @@ def _is_generator(node: ast.AST) -> bool:
 
 def _is_main_guard(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def called_name(node: ast.Call) -> str:
+    """The last part of the called name: `f` for `f(...)` and `module.f(...)`."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def _short(node: ast.AST) -> str:

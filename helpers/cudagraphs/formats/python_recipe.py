@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cudagraphs.formats import bridge
-from cudagraphs.formats.interpreter import Entry, Interpreter
+from cudagraphs.formats.interpreter import Entry, Interpreter, called_name
 from cudagraphs.formats.modules import Modules
 from cudagraphs.formats.source import SourceError, Splice, TextFile, load, parse_python
 from cudagraphs.formats.values import Object, Site, UnknownValue
@@ -22,6 +22,8 @@ from cudagraphs.versions import Versions
 SCRIPT = "<script>"
 # Functions that take a finished configuration to training; a script's settings are those at the first such call.
 CONSUMERS = frozenset({"pretrain", "finetune", "train", "run_training", "launch", "forward_step_loop"})
+# Megatron-Core's models; a function that builds one has its configuration at that call.
+MODEL_CLASSES = frozenset({"GPTModel", "MambaModel", "HybridModel", "T5Model", "BertModel", "LLaVAModel"})
 CONFIG_CLASSES = ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "Provider")
 
 
@@ -71,8 +73,12 @@ class PythonRecipe:
 
     def candidates(self) -> list[str]:
         """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top level."""
-        names = [name for name, node in self.functions().items() if not name.startswith("_") and looks_like_recipe(node)]
-        if not names and any(_touches_configuration(node) for node in self.tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))):
+        public = {name: node for name, node in self.functions().items() if not name.startswith("_")}
+        names = [name for name, node in public.items() if looks_like_recipe(node)]
+        if not names:
+            names = [name for name, node in public.items() if any(_calls(CONSUMERS, statement) for statement in node.body)]
+        own = [node for node in self.tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        if not names and any(_touches_configuration(node) or _calls(CONSUMERS, node) for node in own):
             names.append(SCRIPT)
         return names
 
@@ -112,27 +118,26 @@ class PythonRecipe:
         return self._runs[name]
 
     def _interpret(self, name: str) -> Run:
-        interpreter = Interpreter(self.modules, self.intrinsics, self.classes, CONSUMERS if name == SCRIPT else frozenset())
-        if name == SCRIPT:
-            node: ast.FunctionDef | ast.Module = self.tree
-            entry = interpreter.run_script(self.module)
-            if not bridge.config_kind(entry.value):
-                found = [v for v in entry.frame.locals.values() if bridge.config_kind(v)]
-                entry.value = found[-1] if found else entry.value
-        else:
-            node = self.functions()[name]
-            entry = interpreter.run_function(self.module, node)
+        node: ast.FunctionDef | ast.Module = self.tree if name == SCRIPT else self.functions()[name]
+        interpreter, entry = self._entry(node, CONSUMERS if name == SCRIPT else frozenset())
+        if name == SCRIPT and not bridge.config_kind(entry.value):
+            found = [v for v in entry.frame.locals.values() if bridge.config_kind(v)]
+            entry.value = found[-1] if found else entry.value
+        elif not bridge.config_kind(entry.value):
+            # not what it returns, but what it hands on to training or to a model
+            again = self._entry(node, CONSUMERS | MODEL_CLASSES)
+            interpreter, entry = again if again[1].consumed_by is not None else (interpreter, entry)
         kind = bridge.config_kind(entry.value)
         if not kind:
             why = f" ({entry.value.reason})" if isinstance(entry.value, UnknownValue) else ""
             line = getattr(node, "lineno", 1)
-            raise RecipeError(f"{self.path}:{line}: {name} returns no configuration that can be followed{why}; return the ConfigContainer, provider or TransformerConfig itself")
-        configs = list(bridge._objects(entry.value))
-        facts = bridge.facts_of(interpreter, configs[-1], self.classes)
-        model = interpreter.attribute(configs[-1], "model") if kind == "container" else configs[-1]
-        reasons = [m.open_reason for m in bridge._objects(model) if m.open_reason]
-        if configs[-1].open_reason:
-            reasons.append(configs[-1].open_reason)
+            raise RecipeError(
+                f"{self.path}:{line}: {name} returns no configuration that can be followed{why}; "
+                "return the ConfigContainer, provider or TransformerConfig itself"
+            )
+        facts = bridge.facts_of(interpreter, entry.value, self.classes)
+        model = interpreter.attribute(entry.value, "model") if kind == "container" else entry.value
+        reasons = [o.open_reason for value in (model, entry.value) for o in bridge._objects(value) if o.open_reason]
         if isinstance(model, UnknownValue):
             reasons.append(model.reason)
         framework = "megatron-bridge" if kind == "container" or self._imports_bridge() else "megatron-core"
@@ -140,6 +145,12 @@ class PythonRecipe:
             framework, self.versions, facts, name, str(self.path), complete=not reasons, incomplete_reason=reasons[0] if reasons else ""
         )
         return Run(name, node, interpreter, entry, settings, kind)
+
+    def _entry(self, node: ast.FunctionDef | ast.Module, consumers: frozenset[str]) -> tuple[Interpreter, Entry]:
+        interpreter = Interpreter(self.modules, self.intrinsics, self.classes, consumers)
+        if isinstance(node, ast.Module):
+            return interpreter, interpreter.run_script(self.module)
+        return interpreter, interpreter.run_function(self.module, node)
 
     def _imports_bridge(self) -> bool:
         return any(isinstance(n, ast.ImportFrom) and (n.module or "").startswith("megatron.bridge") for n in ast.walk(self.tree))
@@ -214,12 +225,15 @@ def looks_like_recipe(node: ast.FunctionDef) -> bool:
     return any(_touches_configuration(statement) for statement in node.body)
 
 
+def _calls(names: frozenset[str], node: ast.stmt) -> bool:
+    return any(isinstance(inner, ast.Call) and called_name(inner) in names for inner in ast.walk(node))
+
+
 def _touches_configuration(node: ast.stmt) -> bool:
     """Whether a statement builds a configuration, or sets something on the model of one."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
-            name = inner.func.attr if isinstance(inner.func, ast.Attribute) else getattr(inner.func, "id", "")
-            if name in ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "to_megatron_provider"):
+            if called_name(inner) in ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "to_megatron_provider"):
                 return True
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
             if isinstance(inner.value, ast.Attribute) and inner.value.attr == "model":
@@ -408,7 +422,7 @@ class _Writer:
     def _before_returns(self, appended: list[tuple[str, str]]) -> list[Splice]:
         newline = self.file.newline
         node = self.run.node
-        if isinstance(node, ast.Module):
+        if isinstance(node, ast.Module) or self.run.entry.consumed_by is not None:
             return [self._before_consumer(appended)]
         start, end = self.file.span(node)
         comment = [] if b"# CUDA graphs\n" in self.file.utf8[start:end].replace(b"\r", b"") else ["# CUDA graphs"]

@@ -177,9 +177,20 @@ def lift(function: Callable[..., Any], *values: Any, depth: int = 6) -> Any:
 
 def choose(branch: Branch, if_true: Any, if_false: Any) -> Any:
     """The value after a branch: the common value where both sides agree, else a choice."""
+    if_true, if_false = decided(if_true, branch, True), decided(if_false, branch, False)
     if same(if_true, if_false):
         return if_true
     return ChoiceValue(branch, if_true, if_false)
+
+
+def decided(value: Any, branch: Branch, side: bool) -> Any:
+    """The value where `branch` is known to go to `side`."""
+    if not isinstance(value, ChoiceValue):
+        return value
+    if value.branch == branch:
+        return decided(value.if_true if side else value.if_false, branch, side)
+    if_true, if_false = decided(value.if_true, branch, side), decided(value.if_false, branch, side)
+    return if_true if same(if_true, if_false) else ChoiceValue(value.branch, if_true, if_false)
 
 
 def same(left: Any, right: Any) -> bool:
