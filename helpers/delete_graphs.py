@@ -86,11 +86,11 @@ class graphs_deleted_on_exit(ContextDecorator):  # noqa: N801  reads as a phrase
         self.report = delete_cuda_graphs(*self.objects)
 
 
-def install(limit: float = DEFAULT_LIMIT_S) -> None:
+def install(limit: float = DEFAULT_LIMIT_S, report: str | None = None) -> None:
     """Delete graphs on every way out of this process. Call it once, as early as possible, in the main thread.
 
     limit: seconds from the fault, or from the start of the teardown, to the end of the process. Raises ValueError when
-    it is not positive.
+    it is not positive. report: a file to write at exit, what was deleted as JSON.
 
     Signals (SIGTERM, SIGINT, SIGUSR1, SIGUSR2): a handler that the program has set, before or after, decides alone; where
     there is none the main thread unwinds as for sys.exit(), graphs are deleted, and the process dies by the signal. A
@@ -100,7 +100,7 @@ def install(limit: float = DEFAULT_LIMIT_S) -> None:
     abort of all groups. From another thread than the main one everything but the signals is put in place. A forked child
     gets the default behaviour back.
     """
-    exits.install(limit)
+    exits.install(limit, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of one row of the fault matrix: train, capture, and meet the fault. Started by fault_matrix.py.
+
+Usage: python evals/faults/fault_child.py ROW    ROW is the JSON that fault_matrix.py writes
+Output: JSON lines in the file that the row names: how far it came, and the time of the fault.
+Exit codes: those that the fault and the cleanup make; 96 the graphs of this row could not be made, 97 the fault was
+survived, 98 its place was not reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "helpers")]
+
+NOT_MADE, SURVIVED, NOT_REACHED = 96, 97, 98
+SYS_EXIT_CODE, OS_EXIT_CODE = 3, 9
+TOO_MUCH = 1 << 44  # bytes, more than any device has
+
+
+class Fault:
+    """The row's fault. Acts once, at the row's place, on the faulty rank."""
+
+    def __init__(self, row: dict[str, Any], mark) -> None:
+        self.place, self.how, self.mark = row["where"], row["how"], mark
+        self.here = row["rank"] == row["faulty_rank"]
+        self.fired = False
+
+    def __call__(self, place: str) -> None:
+        if place != self.place or not self.here or self.fired:
+            return
+        self.fired = True
+        self.mark("fault", reserved_bytes=_reserved())
+        act = getattr(self, f"_{self.how}")
+        act()
+
+    def _exception(self):
+        raise RuntimeError("injected fault")
+
+    def _sys_exit(self):
+        sys.exit(SYS_EXIT_CODE)
+
+    def _keyboard_interrupt(self):
+        raise KeyboardInterrupt
+
+    def _sigterm(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _sigint(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _sigkill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _sigterm_all(self):
+        os.killpg(0, signal.SIGTERM)  # the ranks of a row are one process group
+
+    def _out_of_memory(self):
+        import torch
+
+        torch.empty(TOO_MUCH, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
+
+    def _os_exit(self):
+        os._exit(OS_EXIT_CODE)
+
+
+class _Trap:
+    """An object in the checkpoint whose pickling is the fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __reduce__(self):
+        self.fault("checkpoint_save")
+        return (str, ())
+
+
+def _reserved() -> int:
+    import torch
+
+    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+
+
+def run(row: dict[str, Any]) -> int:
+    """Play the row. Returns an exit status only when the fault did not end the process."""
+    file = open(row["marks"], "a", buffering=1)
+
+    def mark(what: str, **more: Any) -> None:
+        file.write(json.dumps({"mark": what, "time": time.time(), **more}) + "\n")
+
+    if row["helper"]:
+        import delete_graphs
+
+        delete_graphs.install(limit=row["helper_limit"], report=row["report"])
+    import torch
+    import torch.distributed as dist
+    import workloads
+
+    cuda = row["device"] == "cuda"
+    device = torch.device("cuda", row["rank"]) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    store = dist.FileStore(row["store"], row["ranks"])
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=row["rank"], world_size=row["ranks"])
+    mark("ready")
+
+    fault = Fault(row, mark)
+    capturing = torch.cuda.is_current_stream_capturing if cuda else (lambda: workloads.StandIn.in_capture)
+    points = workloads.Points(fault, capturing)
+    where = row["where"]
+    try:
+        workload = workloads.build(row["graphs"], points, row["rank"], row["ranks"], row["seed"], device)
+        for _ in range(workload.eager_steps):
+            workload.step()
+        # A step that captures by itself is also the first eager one of a local graph: it stays in "warmup".
+        points.phase = "capture" if workload.eager_steps else "warmup"
+        workload.capture()
+    except Exception as error:
+        if fault.fired or row["ranks"] > 1:
+            raise
+        mark("not made", reason=_one_line(error))
+        return NOT_MADE
+    points.phase = "settled"
+    mark("captured", reserved_bytes=_reserved())
+    for _ in range(2):
+        workload.step()
+    points.phase = where
+    if where.startswith("replay") or where == "optimizer_step":
+        workload.step()
+    if where == "evaluation":
+        workload.evaluate()
+        fault(where)
+    if where == "checkpoint_save":
+        with open(row["checkpoint"], "wb") as checkpoint:
+            torch.save({"model": workload.state(), "trap": _Trap(fault)}, checkpoint)
+    if where == "evaluation_recaptured":
+        try:
+            if row["helper"]:
+                mark("cleaned", report=delete_graphs.delete_cuda_graphs().as_dict()["found"])
+            else:
+                workload.delete()
+            points.phase = "recapture"
+            workload.recapture()
+        except Exception as error:
+            mark("not made", reason=_one_line(error))
+            return NOT_MADE
+        mark("recaptured")
+        workload.evaluate()
+        fault(where)
+    if where == "end":
+        fault.mark("fault", reserved_bytes=_reserved())  # no fault: the clock of an orderly end starts here
+        dist.destroy_process_group()
+        return 0
+    if not fault.here:  # peers go on until the missing rank is noticed
+        while True:
+            workload.step()
+    return SURVIVED if fault.fired else NOT_REACHED
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return run(json.loads(arguments[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

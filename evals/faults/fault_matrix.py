@@ -1,0 +1,506 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Fault matrix: where x how x graphs, each row in processes of its own, with and without delete_graphs.
+
+Usage:
+    python evals/faults/fault_matrix.py --out FILE                         every row on one GPU
+    python evals/faults/fault_matrix.py --graphs local --how sigterm --ranks 2 --out FILE
+    python evals/faults/fault_matrix.py --device cpu --graphs stand_in --out FILE      the matrix itself, without a GPU
+
+A row starts one process a rank, forked from this one, which has imported the stack and has no CUDA context (--start spawn
+starts fresh interpreters). The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank has failed. A
+row that is still there at --row-limit is a hang; it is killed. Rows with and without the helper follow each other in a fixed
+shuffled order, so that a run that ends at --budget has seen every kind.
+
+Required with the helper: no hang, out within 10 s of the fault, the exit code that the fault has without the helper (peers:
+any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; they are shown, not judged.
+
+Output: FILE, one JSON object (schema_version 1) with every row; a line on stderr every few seconds. With --json the object's
+totals on stdout.
+Exit codes: 0 the requirements hold; 1 they do not; 2 usage; 3 a fault of the matrix itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+HELPERS = HERE.parents[1] / "helpers"
+sys.path[:0] = [str(HERE), str(HELPERS)]
+
+import fault_child  # noqa: E402
+from devices import Nvml, open_device  # noqa: E402
+
+SCHEMA_VERSION = 1
+GRAPHS = ("transformer_engine", "local", "full_iteration", "optimizer", "partial", "torch_callable")
+STAND_IN = "stand_in"
+WHERE = (
+    "warmup", "capture_forward", "capture_backward", "replay_forward", "replay_backward", "optimizer_step", "evaluation",
+    "evaluation_recaptured", "checkpoint_save",
+)
+HOW = ("exception", "sys_exit", "keyboard_interrupt", "sigterm", "sigint", "out_of_memory", "os_exit")
+HOW_OF_RANKS = ("exception", "out_of_memory", "sys_exit", "sigterm_all", "sigkill")
+CANNOT_BE_HELPED = ("os_exit", "sigkill")
+END = ("end", "none")  # an orderly end, destroy_process_group() included: the row that every run has besides the faults
+EXIT_CODES = {
+    "exception": 1, "out_of_memory": 1, "sys_exit": fault_child.SYS_EXIT_CODE, "keyboard_interrupt": -signal.SIGINT,
+    "sigint": -signal.SIGINT, "sigterm": -signal.SIGTERM, "sigterm_all": -signal.SIGTERM, "sigkill": -signal.SIGKILL,
+    "os_exit": fault_child.OS_EXIT_CODE, "none": 0,
+}
+REQUIRED_S = 10.0
+HELPER_LIMIT_S = 8.0
+SURVIVORS_SIGNALLED_AFTER_S = 0.3  # torchrun looks at its workers every 0.1 s and then signals the others
+NOT_RUN = {fault_child.NOT_MADE: "not made", fault_child.SURVIVED: "survived", fault_child.NOT_REACHED: "not reached"}
+MODULES = {
+    "transformer_engine": ("torch", "transformer_engine.pytorch", "megatron.core.models.gpt", "megatron.core.optimizer",
+                           "megatron.core.full_cuda_graph", "cudagraphs.capture.stacks.megatron"),
+    "partial": ("torch", "partial_graphs"),
+    STAND_IN: ("torch",),
+}
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
+
+
+def applies(graphs: str, where: str) -> bool:
+    """An optimizer graph captures no backward pass."""
+    return not (graphs == "optimizer" and where == "capture_backward")
+
+
+def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int) -> list[tuple[str, str, str]]:
+    """Combinations in a shuffled order that is the same for a seed; the orderly ends come first."""
+    faults = [(g, w, h) for g in graphs for w in where for h in how if applies(g, w)]
+    random.Random(seed).shuffle(faults)
+    return [(g, *END) for g in graphs] + faults
+
+
+@dataclass
+class Process:
+    """One rank of a running row."""
+
+    pid: int
+    rank: int
+    marks: Path
+    report: Path
+    log: Path
+    status: int | None = None
+    ended: float | None = None
+
+
+@dataclass
+class Row:
+    graphs: str
+    where: str
+    how: str
+    helper: bool
+    started: float = 0.0
+    hung: bool = False
+    signalled: bool = False
+    memory_at_limit: int | None = None
+    memory_left: int | None = None
+    processes: list[Process] = field(default_factory=list)
+
+    def alive(self) -> list[Process]:
+        return [p for p in self.processes if p.status is None]
+
+
+@dataclass(frozen=True)
+class ChildRow:
+    """What a forked child has to play; it travels up to main(), so that the child ends as an interpreter of its own does."""
+
+    row: dict[str, Any]
+
+
+class Matrix:
+    """Runs rows side by side, a few processes at a time."""
+
+    def __init__(self, options: argparse.Namespace, nvml: Nvml | None) -> None:
+        self.options, self.nvml = options, nvml
+        self.folder = Path(tempfile.mkdtemp(prefix="fault-matrix-"))
+        self.queue = [
+            Row(*combination, helper=helper)
+            for combination in plan_rows(options.graphs, options.where, options.how, options.seed)
+            for helper in options.helper
+        ]
+        self.running: list[Row] = []
+        self.done: list[Row] = []
+        self.memory_before = nvml.used_bytes() if nvml else None
+        self.memory_after: int | None = None
+        self.began = time.time()
+        self.started = 0
+        self._said = 0.0
+
+    def run(self) -> ChildRow | None:
+        """Until the queue is empty or the budget is spent. In a forked child: the row to play, at once."""
+        while self.queue or self.running:
+            spent = time.time() - self.began > self.options.budget
+            while self.queue and not spent and len(self.running) < self.options.parallel:
+                row = self.queue.pop(0)
+                child = self._start(row)
+                if child is not None:
+                    return child
+                self.running.append(row)
+            if spent and not self.running:
+                break
+            self._reap()
+            for row in list(self.running):
+                self._watch(row)
+            self._say()
+            time.sleep(0.005)
+        self.memory_after = self._settled_memory()
+        return None
+
+    def _start(self, row: Row) -> ChildRow | None:
+        row.started = time.time()
+        base = self.folder / str(self.started)
+        self.started += 1
+        for rank in range(self.options.ranks):
+            files = {name: base.with_name(f"{base.name}.{name}{rank}") for name in ("marks", "report", "log", "checkpoint")}
+            for name in ("marks", "log"):
+                files[name].touch()
+            task = {
+                "graphs": row.graphs, "where": row.where, "how": row.how, "helper": row.helper, "rank": rank,
+                "ranks": self.options.ranks, "faulty_rank": self.options.ranks - 1, "device": self.options.device,
+                "seed": self.options.seed, "helper_limit": HELPER_LIMIT_S, "store": str(base.with_suffix(".store")),
+                **{name: str(path) for name, path in files.items()},
+            }
+            group = row.processes[0].pid if row.processes else 0
+            pid = self._fork(task, group) if self.options.start == "fork" else self._spawn(task, group)
+            if pid == 0:
+                return ChildRow(task)
+            row.processes.append(Process(pid, rank, files["marks"], files["report"], files["log"]))
+        return None
+
+    def _fork(self, task: dict[str, Any], group: int) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            _set_group(pid, group)
+            return pid
+        _set_group(0, group)
+        log = os.open(task["log"], os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        return 0
+
+    def _spawn(self, task: dict[str, Any], group: int) -> int:
+        with open(task["log"], "a") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "fault_child.py"), json.dumps(task)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        process.returncode = 0  # waited for here, by pid; Popen must not
+        _set_group(process.pid, group)
+        return process.pid
+
+    def _reap(self) -> None:
+        by_pid = {p.pid: p for row in self.running for p in row.alive()}
+        while by_pid:
+            try:
+                pid, raw = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in by_pid:
+                by_pid[pid].status, by_pid[pid].ended = os.waitstatus_to_exitcode(raw), time.time()
+
+    def _watch(self, row: Row) -> None:
+        alive = row.alive()
+        if not alive:
+            if self.nvml is not None:
+                held = self.nvml.bytes_by_process()
+                row.memory_left = sum(held.get(p.pid) or (0 if p.pid not in held else 1) for p in row.processes)
+            self.running.remove(row)
+            self.done.append(row)
+            return
+        now = time.time()
+        failed = [p for p in row.processes if p.status not in (None, 0)]
+        if failed and not row.signalled and now - min(p.ended for p in failed) > SURVIVORS_SIGNALLED_AFTER_S:
+            row.signalled = True
+            for process in alive:
+                os.kill(process.pid, signal.SIGTERM)
+        fault = self._fault_time(row)
+        limit = self.options.row_limit if fault is None else min(self.options.row_limit, fault - row.started + self.options.hang_after)
+        if now - row.started > limit:
+            row.hung = True
+            if self.nvml is not None:
+                held = self.nvml.bytes_by_process()
+                row.memory_at_limit = sum(held.get(p.pid) or 0 for p in alive)
+            for process in alive:
+                os.kill(process.pid, signal.SIGKILL)
+
+    def _fault_time(self, row: Row) -> float | None:
+        times = [m["time"] for p in row.processes for m in _marks(p.marks) if m["mark"] == "fault"]
+        return min(times, default=None)
+
+    def _settled_memory(self) -> int | None:
+        """Memory in use once every process is gone; the driver takes a moment to give it back."""
+        if self.nvml is None:
+            return None
+        deadline = time.time() + 5
+        while (used := self.nvml.used_bytes()) > self.memory_before and time.time() < deadline:
+            time.sleep(0.1)
+        return used
+
+    def _say(self) -> None:
+        if not self.options.quiet and time.time() - self._said > 5:
+            self._said = time.time()
+            hung = sum(row.hung for row in self.done)
+            print(f"{len(self.done)} rows done, {len(self.running)} running, {len(self.queue)} to go, {hung} hung", file=sys.stderr)
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def result(self) -> dict[str, Any]:
+        rows = [self._as_dict(row) for row in self.done]
+        judge(rows)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "fault-matrix",
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": _command(self.options),
+            "revision": _revision(),
+            "machine": {
+                "cpus": os.cpu_count(), "python": platform.python_version(), **(self.nvml.describe() if self.nvml else {}),
+            },
+            "versions": _versions(),
+            "configuration": {
+                "ranks": self.options.ranks, "device": self.options.device, "start": self.options.start, "seed": self.options.seed,
+                "parallel_rows": self.options.parallel, "row_limit_s": self.options.row_limit,
+                "hang_after_s": self.options.hang_after, "helper_limit_s": HELPER_LIMIT_S, "required_s": REQUIRED_S,
+                "budget_s": self.options.budget,
+            },
+            "seconds": round(time.time() - self.began, 1),
+            "device_memory": {"before_bytes": self.memory_before, "after_bytes": self.memory_after},
+            "rows_not_run": [[r.graphs, r.where, r.how, r.helper] for r in self.queue],
+            "totals": totals(rows),
+            "requirements": requirements(rows, self.memory_before, self.memory_after),
+            "rows": rows,
+        }
+
+    def _as_dict(self, row: Row) -> dict[str, Any]:
+        fault = self._fault_time(row)
+        faulty = row.processes[-1]
+        marks = _marks(faulty.marks)
+        survivors = row.processes[:-1]
+        last = max(p.ended for p in row.processes)
+        report = json.loads(faulty.report.read_text()) if faulty.report.exists() else None
+        return {
+            "graphs": row.graphs, "where": row.where, "how": row.how, "helper": row.helper,
+            "reached": [m["mark"] for m in marks],
+            "hang": row.hung,
+            "exit_code": None if row.hung and faulty.status == -signal.SIGKILL and row.how != "sigkill" else faulty.status,
+            "survivor_codes": [p.status for p in survivors],
+            "seconds_from_fault": None if fault is None else round(last - fault, 3),
+            "seconds": round(last - row.started, 3),
+            "reserved_bytes_at_fault": next((m["reserved_bytes"] for m in marks if m["mark"] == "fault"), None),
+            "memory_left_bytes": row.memory_left,
+            "memory_at_limit_bytes": row.memory_at_limit,
+            "deleted": report and {k: report[k] for k in ("deleted", "failed", "live_graphs_before", "live_graphs_after",
+                                                          "bytes_released", "seconds")},
+            "reason": next((m["reason"] for m in marks if m["mark"] == "not made"), None),
+            "last_words": _last_words(faulty.log),
+        }
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Add "verdict" to each row: ok, hang, slow, exit code, memory, graphs left; or why it is not judged.
+
+    The right exit code is the one that the fault has in the same place without the helper, where that row ran and did not
+    hang: a capture that a fault breaks may replace SystemExit by its own error, and that is not ours to change.
+    """
+    plain = {(r["graphs"], r["where"], r["how"]): r for r in rows if not r["helper"]}
+    for row in rows:
+        other = plain.get((row["graphs"], row["where"], row["how"]))
+        expected = {EXIT_CODES[row["how"]]}
+        if row["helper"] and other is not None and not other["hang"] and other["exit_code"] not in NOT_RUN:
+            expected.add(other["exit_code"])
+        row["expected_codes"] = sorted(expected)
+        row["verdict"] = _verdict(row, expected)
+
+
+def _verdict(row: dict[str, Any], expected: set[int]) -> str:
+    if row["exit_code"] in NOT_RUN and not row["hang"]:
+        return NOT_RUN[row["exit_code"]]
+    if "fault" not in row["reached"]:
+        return "hang before the fault" if row["hang"] else "failed before the fault"
+    if row["hang"]:
+        return "hang"
+    if row["seconds_from_fault"] > REQUIRED_S:
+        return "slow"
+    if row["exit_code"] not in expected:
+        return "exit code"
+    if row["how"] != "none" and 0 in row["survivor_codes"]:
+        return "a survivor left with 0"
+    if row["memory_left_bytes"]:
+        return "memory"
+    if row["deleted"] and row["deleted"]["live_graphs_after"]:
+        return "graphs left"
+    return "ok"
+
+
+def judged(row: dict[str, Any]) -> bool:
+    """Whether the requirements speak about this row."""
+    unreached = (*NOT_RUN.values(), "failed before the fault", "hang before the fault")
+    return row["verdict"] not in unreached and row["how"] not in CANNOT_BE_HELPED
+
+
+def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: {"rows": len(part), "verdicts": dict(sorted(Counter(r["verdict"] for r in part).items()))}
+        for name, part in (("with", [r for r in rows if r["helper"]]), ("without", [r for r in rows if not r["helper"]]))
+    }
+
+
+def requirements(rows: list[dict[str, Any]], before: int | None, after: int | None) -> dict[str, Any]:
+    """What is required with the helper, and whether it holds. Memory: none by process, and the device as before."""
+    ours = [r for r in rows if r["helper"] and judged(r)]
+    times = sorted(r["seconds_from_fault"] for r in ours if not r["hang"])
+    broken = [[r["graphs"], r["where"], r["how"], r["verdict"]] for r in ours if r["verdict"] != "ok"]
+    memory_back = None if after is None else after <= before
+    return {
+        "rows_judged": len(ours), "broken": broken, "device_memory_back": memory_back,
+        "slowest_s": times[-1] if times else None, "median_s": times[len(times) // 2] if times else None,
+        "hold": bool(ours) and not broken and memory_back is not False,
+    }
+
+
+def _marks(path: Path) -> list[dict[str, Any]]:
+    out = []
+    for line in path.read_text().splitlines():
+        try:
+            out.append(json.loads(line))
+        except ValueError:  # the last line of a process that was killed
+            continue
+    return out
+
+
+def _last_words(log: Path) -> str:
+    """The last line of stderr without machine paths: what a user would have seen."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " ".join(word for word in (lines[-1] if lines else "").split() if "/" not in word)[:200]
+
+
+def _set_group(pid: int, group: int) -> None:
+    """Parent and child both do it, so that it is done whoever comes first; the loser's call fails."""
+    try:
+        os.setpgid(pid, group)
+    except OSError:
+        pass
+
+
+def _command(options: argparse.Namespace) -> str:
+    words = ["python", "evals/faults/fault_matrix.py", "--device", options.device, "--ranks", str(options.ranks), "--start",
+             options.start, "--parallel", str(options.parallel), "--seed", str(options.seed), "--graphs", *options.graphs,
+             "--where", *options.where, "--how", *options.how]
+    return " ".join(words)
+
+
+def _revision() -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("REVISION")
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_atomically(path: Path, body: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(body, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _import_stack(graphs: Sequence[str]) -> None:
+    """Import what the children need, once, without making a CUDA context."""
+    wanted = ["delete_graphs", "workloads"]
+    for kind in graphs:
+        key = "transformer_engine" if kind in GRAPHS[:4] else "partial" if kind in GRAPHS else STAND_IN
+        wanted = [*MODULES[key], *wanted]
+    for name in dict.fromkeys(wanted):
+        importlib.import_module(name)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="fault_matrix.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--graphs", nargs="+", choices=(*GRAPHS, STAND_IN))
+    parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE))
+    parser.add_argument("--how", nargs="+", choices=sorted({*HOW, *HOW_OF_RANKS}))
+    parser.add_argument("--helper", nargs="+", choices=("with", "without"), default=["without", "with"])
+    parser.add_argument("--ranks", type=int, default=1, help="processes a row, one GPU each; the last one meets the fault")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="rows at once")
+    parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
+    parser.add_argument("--row-limit", type=float, default=60.0, metavar="SECONDS", help="a row's whole life (default 60)")
+    parser.add_argument("--hang-after", type=float, default=15.0, metavar="SECONDS", help="from the fault (default 15)")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="start no row after this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="totals and requirements on stdout")
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(argv)
+    options.graphs = options.graphs or ([STAND_IN] if options.device == "cpu" else list(GRAPHS))
+    options.how = options.how or list(HOW if options.ranks == 1 else HOW_OF_RANKS)
+    options.helper = [word == "with" for word in options.helper]
+    if options.device == "cpu" and options.graphs != [STAND_IN]:
+        parser.error(f"--device cpu has only --graphs {STAND_IN}")
+    if options.device == "cuda" and STAND_IN in options.graphs:
+        parser.error(f"--graphs {STAND_IN} needs --device cpu")
+    if options.ranks < 1 or options.parallel < 1:
+        parser.error("--ranks and --parallel must be at least 1")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options(argv)
+    # Compiled regions would cost each child seconds and change nothing here; is_available() must not make a context.
+    os.environ.update(TORCHDYNAMO_DISABLE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
+    nvml = open_device() if options.device == "cuda" else None
+    if options.device == "cuda" and nvml is None:
+        print("fault_matrix.py: no GPU here; --device cpu runs the matrix with stand-in graphs", file=sys.stderr)
+        return 2
+    if options.start == "fork":
+        _import_stack(options.graphs)
+    matrix = Matrix(options, nvml)
+    child = matrix.run()
+    if child is not None:  # a forked child: from here on it is the training process and ends as one
+        return fault_child.run(child.row)
+    result = matrix.result()
+    write_atomically(options.out, result)
+    if options.json:
+        shown = {name: result[name] for name in ("schema_version", "totals", "requirements")}
+        print(json.dumps(shown, indent=1))
+    return 0 if result["requirements"]["hold"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
