@@ -12,6 +12,15 @@ import contextlib
 import torch
 
 
+def _keep(tensor):
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _hooks_active():
+    """Whether the caller's saved-tensor hooks (checkpointing) would reach into the replay; a launched graph has none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class FakeGraph:
     def __init__(self, backend, run, source):
         self._backend, self._run, self._source = backend, run, source
@@ -25,7 +34,8 @@ class FakeGraph:
             raise AssertionError("replay of a graph that was freed")
         self.replays += 1
         self._backend.replays += 1
-        self.latest = self._run(*(() if self._source is None else (self._source.latest,)))
+        with torch.autograd.graph.saved_tensors_hooks(_keep, _keep) if _hooks_active() else contextlib.nullcontext():
+            self.latest = self._run(*(() if self._source is None else (self._source.latest,)))
         for static, value in zip(self.outputs, self.latest):
             if static is not None and static.data_ptr() != value.data_ptr():
                 static.data.copy_(value.detach())

@@ -131,11 +131,8 @@ def finish_all(planned: list[Planned], home: Any) -> None:
         item.signature.statics = []  # the slots own what is still needed
     gc.collect()
     slots = [slot for item in planned for slot in item.variant.slots]
-    returned: dict[int, list[torch.Tensor]] = {}
-    for slot in slots:
-        for gradient in slot.grad_inputs:
-            if gradient is not None:
-                returned.setdefault(gradient.untyped_storage()._cdata, []).append(gradient)
+    returned = {gradient.untyped_storage()._cdata for slot in slots for gradient in slot.grad_inputs
+                if gradient is not None}
     for slot in slots:
         slot.settle(returned)
 

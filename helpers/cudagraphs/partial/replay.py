@@ -22,7 +22,6 @@ from cudagraphs.partial.guards import Guard, GuardBuilder, add_state_checks
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
 
 use_count = torch._C._storage_Use_Count
-tensor_count = torch.Tensor._use_count
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -46,11 +45,12 @@ class Slot:
         self.backward_graph: Any = None
         self.pending: weakref.ref | None = None  # the autograd node of the last forward, until its backward has run
         self.ticket = 0  # changes whenever the static buffers no longer belong to an earlier forward
-        # (count function, its argument, references of our own): above that, somebody else looks at our memory.
-        self.watched: list[tuple[Callable[[Any], int], Any, int]] = []
+        # (storage, references of our own): above that, somebody else looks at our memory. All that is handed out are
+        # aliases, so whoever keeps one, or a view of it, shows up on its storage.
+        self.watched: list[tuple[int, int]] = []
         self.parameters_exposed = False  # static gradients of parameters were handed out as they are
-        self._parameter_watch: list[tuple[Callable[[Any], int], Any, int]] = []
-        self._sink_watch: list[list[tuple[Callable[[Any], int], Any, int]]] = []
+        self._parameter_watch: list[tuple[int, int]] = []
+        self._sink_watch: list[list[tuple[int, int]]] = []
         self._storages: dict[int, Any] = {}
         self.run: Callable[..., Any] = _unfinished
 
@@ -84,20 +84,18 @@ class Slot:
         self._storages = {storage._cdata: storage for storage in storages}
         self.run = self._trainable_run() if self.analysis.trainable else self._plain_run()
 
-    def settle(self, returned: dict[int, list[torch.Tensor]]) -> None:
+    def settle(self, returned: set[int]) -> None:
         """Take the reference counts that mean "nobody else looks at this memory".
 
         Args:
-            returned: the gradients that any slot hands out, by storage; some of them are the memory of our sinks.
+            returned: the storages of the gradients that any slot hands out; some of them are the memory of our sinks.
         """
         split = self._split()
         own = self.outputs + [gradient for gradient in self.grad_inputs[:split] if gradient is not None]
-        self.watched = _storage_counts(own) + _tensor_counts(self.grad_inputs[:split])
-        self._parameter_watch = _storage_counts(self.grad_inputs[split:]) + _tensor_counts(self.grad_inputs[split:])
-        self._sink_watch = []
-        for sink in self.grad_outputs:
-            sharers = returned.get(sink.untyped_storage()._cdata, [])
-            self._sink_watch.append(_storage_counts(sharers) + _tensor_counts(sharers))
+        self.watched = _storage_counts(own)
+        self._parameter_watch = _storage_counts(self.grad_inputs[split:])
+        self._sink_watch = [_storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
+                            for sink in self.grad_outputs]
 
     def _split(self) -> int:
         """How many of `grad_inputs` belong to arguments; the rest belong to parameters."""
@@ -112,12 +110,12 @@ class Slot:
             if pending() is not None:
                 return False
             self.pending = None
-        for watch in self.watched:
-            if watch[0](watch[1]) > watch[2]:
+        for handle, own in self.watched:
+            if use_count(handle) > own:
                 return False
         if self.parameters_exposed:
-            for watch in self._parameter_watch:
-                if watch[0](watch[1]) > watch[2]:
+            for handle, own in self._parameter_watch:
+                if use_count(handle) > own:
                     return False
             self.parameters_exposed = False
         return True
@@ -210,6 +208,8 @@ class Slot:
         borrowed = [(index, self.inputs[index].data_ptr(), index in self.analysis.saved_inputs)
                     for index in self.borrowed]
 
+        wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
+
         class Replay(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -219,6 +219,8 @@ class Slot:
                 slot.pending = weakref.ref(ctx)
                 slot.ticket += 1
                 ctx.ticket = slot.ticket
+                # A leaf adopts its gradient as .grad, and would keep the slot taken with it.
+                ctx.leaves = [index for index in wanted if tensors[index].is_leaf]
                 if borrowed:
                     # The producer of this memory stays taken while our backward may read it.
                     ctx.held = [tensors[index] if tensors[index].data_ptr() == pointer else slot.inputs[index].detach()
@@ -241,7 +243,7 @@ class Slot:
                 if borrowed and ctx.held_versions != [
                         held._version for held, (_, _, saved) in zip(ctx.held, borrowed) if saved]:
                     raise StaleGraphError(f"{slot.name}: an input that backward needs was changed in place")
-                result = backward(gradients)
+                result = backward(gradients, ctx.leaves)
                 if borrowed and slot.pending is None:
                     ctx.held = ()
                 return result
@@ -261,7 +263,7 @@ class Slot:
                 gradient = gradients[index]
                 if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
                     continue
-                if any([count(of) > own for count, of, own in slot._sink_watch[position]]):
+                if any([use_count(handle) > own for handle, own in slot._sink_watch[position]]):
                     kept.append((sink, sink.clone()))
                 if gradient is None:
                     sink.zero_()
@@ -281,44 +283,45 @@ class Slot:
         slot, fill, replay = self, self._filler(), self.backward_graph.replay
         trainable, reaches = self.analysis.trainable, self.analysis.reaches
         wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
-        head: list[torch.Tensor | None] = [None] * len(self.inputs)
-        for index, gradient in zip(wanted, self.grad_inputs):
-            head[index] = gradient
-        template = (*head, *self.grad_inputs[len(wanted):])
-        places = wanted + list(range(len(head), len(template)))  # of each differentiable input in the node's arguments
-        given = [(place, gradient) for place, gradient in enumerate(template)
-                 if place >= len(head) and gradient is not None]
-        given_places, given_gradients = [place for place, _ in given], [gradient for _, gradient in given]
+        count = len(self.inputs)
+        template: list[torch.Tensor | None] = [None] * count + self.grad_inputs[len(wanted):]
+        places = wanted + list(range(count, len(template)))  # of each differentiable input in the node's arguments
+        for place, gradient in zip(wanted, self.grad_inputs):
+            template[place] = gradient
+        to_inputs = [(place, template[place]) for place in wanted if template[place] is not None]
+        to_parameters = [(place, template[place]) for place in places[len(wanted):] if template[place] is not None]
+        statics = [gradient for _, gradient in to_parameters]
         trainable_parameters = [p for p, alias in zip(self.body.parameters, self.body.aliases) if alias.requires_grad]
-        receivers = [trainable_parameters[place - len(head)] for place in given_places]
-        takes_over = bool(given) and not self.body.copied
+        receivers = [trainable_parameters[place - count] for place, _ in to_parameters]
 
-        def backward(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        def backward(gradients: tuple[torch.Tensor | None, ...], leaves: list[int]) -> tuple[torch.Tensor | None, ...]:
             if torch.is_grad_enabled():
                 raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
                                       "backward does not have; close the manager or leave this module out")
             kept = fill(gradients)
             replay()
-            result: Any = template
-            if keeps_graph():  # another backward may write the same buffers before these gradients are read
+            result: Any = [None] * len(template)
+            if kept or keeps_graph():  # the same memory may be written again before these gradients are read
                 result = [None if gradient is None else gradient.clone() for gradient in template]
             else:
+                for place, gradient in to_inputs:
+                    result[place] = gradient.clone() if place in leaves else gradient.detach()
+                absent = [parameter.grad is None for parameter in receivers]
+                if all(absent):
+                    # AccumulateGrad adopts these copies as .grad: one kernel for all parameters.
+                    for (place, _), gradient in zip(to_parameters, clone_all(statics)):
+                        result[place] = gradient
+                else:  # it adds those in place
+                    slot.parameters_exposed = True
+                    for (place, gradient), missing in zip(to_parameters, absent):
+                        result[place] = gradient.clone() if missing else gradient.detach()
+            if not keeps_graph():
                 slot.ticket += 1
                 slot.pending = None
-                if takes_over and all([parameter.grad is None for parameter in receivers]):
-                    # AccumulateGrad adopts a fresh tensor as .grad. A static one it clones, since we hold it too, one
-                    # kernel a parameter; this is one kernel for all. Where .grad exists it adds in place.
-                    result = list(template)
-                    for place, gradient in zip(given_places, clone_all(given_gradients)):
-                        result[place] = gradient
-                elif given:
-                    slot.parameters_exposed = True
             for sink, value in kept:
-                result = [None if gradient is None else gradient.clone() for gradient in result]
                 sink.copy_(value)
             defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
             if len(defined) < len(trainable):
-                result = list(result)
                 for place, reached in zip(places, reaches):
                     if not reached & defined:
                         result[place] = None
@@ -341,21 +344,16 @@ class Slot:
 
 def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of all tensors, by one kernel where torch can fuse them."""
-    if len(tensors) == 1:
-        return [tensors[0].clone()]
+    if len(tensors) < 2:
+        return [tensor.clone() for tensor in tensors]
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
-def _storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[Callable[[Any], int], Any, int]]:
+def _storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
     handles = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
-    return [(use_count, handle, use_count(handle)) for handle in sorted(handles)]
-
-
-def _tensor_counts(tensors: list[torch.Tensor | None]) -> list[tuple[Callable[[Any], int], Any, int]]:
-    """References to tensors that autograd gets as they are: holders of those do not show up on the storage."""
-    return [(tensor_count, tensor, tensor_count(tensor)) for tensor in tensors if tensor is not None]
+    return [(handle, use_count(handle)) for handle in sorted(handles)]
 
 
 def _unfinished(*_: Any) -> Any:

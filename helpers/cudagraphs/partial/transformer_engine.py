@@ -120,7 +120,7 @@ class TESlot:
     def finish(self) -> None:
         self.run = self._run
 
-    def settle(self, returned: dict[int, list[torch.Tensor]]) -> None:
+    def settle(self, returned: set[int]) -> None:
         """Reference counts are taken at the first replay, when the static outputs first come to light."""
 
     def idle(self) -> bool:
