@@ -358,56 +358,51 @@ RULES = (
     ),
     Rule(
         code="CG513",
-        title="Packing at load time with graphs",
+        title="Energon packing with graphs",
         layer="bridge",
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
-        when=lambda f, v: f["graph.active"] and bool(f["dataset.enable_native_packing"]),
-        message="the Energon dataset packs samples while loading, and graphs are on",
-        mend="turn dataset.enable_native_packing off, or turn graphs off",
-        fix=mends.off,
-        why="Packs made at load time have as many sequences, and as many tokens, as happen to fit.",
+        when=lambda f, v: f["dataset.packing_buffer_size"] is not None
+        and (f["graph.active"] or f["model.vision_cuda_graph_impl"] not in (None, "none")),
+        message="the Energon dataset packs samples while loading (packing_buffer_size={dataset.packing_buffer_size}), and graphs "
+        "are on",
+        mend="unset dataset.packing_buffer_size, or turn graphs (and vision_cuda_graph_impl) off",
+        fix=lambda f, v: {
+            **(mends.off(f, v) if f["graph.active"] else {}),
+            **({"model.vision_cuda_graph_impl": "none"} if f["model.vision_cuda_graph_impl"] not in (None, "none") else {}),
+        },
+        why="Packs made at load time hold as many sequences, and as many tokens, as happen to fit.",
         source="megatron/bridge/training/config.py ConfigContainer.validate (0.7 development)",
-        bad=(Example({**TE, "cuda_graph_modules": ["attn"], "dataset.enable_native_packing": True}, {**NEW, "bridge": "0.7.0"}),),
+        upstream=("Energon native sequence packing does not support CUDA graphs.",),
+        bad=(Example({**TE, "cuda_graph_modules": ["attn"], "dataset.packing_buffer_size": 64}, {**NEW, "bridge": "0.7.0"}),),
         good=(Example({**TE, "cuda_graph_modules": ["attn"]}, {**NEW, "bridge": "0.7.0"}),),
     ),
     Rule(
         code="CG514",
-        title="Packed MoE padding mask with a captured router",
+        title="Packed MoE batches with a captured router",
         layer="bridge",
-        severity="error",
+        severity="runtime",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
         when=lambda f, v: f["graph.impl"] == "transformer_engine"
         and bool(f["dataset.packed_sequences"])
-        and bool(f["model.moe_packed_padding_mask"])
-        and (f["graph.whole_layer"] or "moe_router" in f["graph.modules"]),
-        message="the router is captured, and packed batches hand it a padding mask",
-        mend="drop moe_router and moe_preprocess from the scopes, or turn the padding mask off",
-        fix=lambda f, v: mends.scopes(f, v, [n for n in f["graph.modules"] if n not in ("moe_router", "moe_preprocess")])
-        if set(f["graph.modules"]) - {"moe_router", "moe_preprocess"}
-        else mends.off(f, v),
-        why="The mask is an argument that the captured router does not take.",
-        source="megatron/bridge/training/config.py ConfigContainer.validate (0.7 development)",
+        and (f["graph.whole_layer"] or bool({"moe", "moe_router", "moe_preprocess"} & set(f["graph.modules"])))
+        and bool(f["num_moe_experts"]),
+        message="the router is captured (scopes {graph.modules}), and packed MoE batches hand it a padding mask",
+        mend="capture attention only where the version takes packed attention, or turn graphs off",
+        fix=mends.off,
+        why="The mask that keeps padding out of the expert statistics is an argument that a captured router does not take; the "
+        "first step raises.",
+        source="megatron/bridge/training/gpt_step.py _validate_packed_moe_cuda_graph (0.7 development)",
+        upstream=("Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs",),
         bad=(
-            Example(
-                {
-                    **TE,
-                    "num_moe_experts": 8,
-                    "cuda_graph_modules": ["moe_router"],
-                    "dataset.packed_sequences": True,
-                    "model.moe_packed_padding_mask": True,
-                },
-                {**NEW, "bridge": "0.7.0"},
-            ),
-        ),
-        good=(
             Example(
                 {**TE, "num_moe_experts": 8, "cuda_graph_modules": ["moe_router"], "dataset.packed_sequences": True},
                 {**NEW, "bridge": "0.7.0"},
             ),
         ),
+        good=(Example({**TE, "num_moe_experts": 8, "cuda_graph_modules": ["moe_router"]}, {**NEW, "bridge": "0.7.0"}),),
     ),
     Rule(
         code="CG515",
@@ -416,7 +411,8 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
-        when=lambda f, v: bool(f["ddp.use_megatron_fsdp_v2"])
+        when=lambda f, v: bool(f["ddp.use_megatron_fsdp"])
+        and f["ddp.megatron_fsdp_version"] == 2
         and (f["graph.active"] or bool(f["optimizer.optimizer_cuda_graph"])),
         message="Megatron FSDP version 2 takes neither model graphs nor optimizer graphs",
         mend="turn graphs (and optimizer.optimizer_cuda_graph) off, or use another kind of data parallelism",
@@ -425,12 +421,24 @@ RULES = (
             **({"optimizer.optimizer_cuda_graph": False} if f["optimizer.optimizer_cuda_graph"] else {}),
         },
         why="It gathers and frees parameters in hooks around every module, at other addresses in every step.",
-        source="megatron/bridge/training/config.py ConfigContainer.validate (0.7 development)",
+        source="megatron/bridge/training/config.py ConfigContainer._validate_and_apply_megatron_fsdp_v2_configs "
+        "(0.7 development)",
+        upstream=("MFSDP V2 does not support CUDA graphs.", "MFSDP V2 does not support optimizer CUDA graphs."),
         bad=(
-            Example({**TE, "cuda_graph_modules": ["attn"], "ddp.use_megatron_fsdp_v2": True}, {**NEW, "bridge": "0.7.0"}),
-            Example({"optimizer.optimizer_cuda_graph": True, "ddp.use_megatron_fsdp_v2": True}, {**NEW, "bridge": "0.7.0"}),
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], "ddp.use_megatron_fsdp": True, "ddp.megatron_fsdp_version": 2},
+                {**NEW, "bridge": "0.7.0"},
+            ),
+            Example(
+                {
+                    "optimizer.optimizer_cuda_graph": True,
+                    "ddp.use_megatron_fsdp": True,
+                    "ddp.megatron_fsdp_version": 2,
+                },
+                {**NEW, "bridge": "0.7.0"},
+            ),
         ),
-        good=(Example({"ddp.use_megatron_fsdp_v2": True}, {**NEW, "bridge": "0.7.0"}),),
+        good=(Example({"ddp.use_megatron_fsdp": True, "ddp.megatron_fsdp_version": 2}, {**NEW, "bridge": "0.7.0"}),),
     ),
     Rule(
         code="CG516",
@@ -453,7 +461,11 @@ RULES = (
         "with local; several scopes are separated by commas",
         why="The performance scripts keep the older pair of local and the scope full_iteration, set both tracker flags and turn "
         "NaN checks off by themselves.",
-        source="scripts/performance of Megatron-Bridge (argument_parser.py, utils/overrides.py)",
+        source="scripts/performance of Megatron-Bridge, argument_parser.py and utils/overrides.py _set_cuda_graph_overrides",
+        upstream=(
+            "Invalid value for cuda_graph_impl",
+            "full_iteration CUDA graph scope cannot use cuda_graph_impl=transformer_engine.",
+        ),
         bad=(
             Example({"harness.cuda_graph_impl": "full_iteration"}, NEW),
             Example(
