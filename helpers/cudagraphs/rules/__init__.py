@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cudagraphs.rules import arguments, bridge, config, moe, names, overlap, recompute
+from cudagraphs.rules import arguments, bridge, capture, config, moe, names, overlap, recompute, reported
 from cudagraphs.rules.base import Example, Finding, GraphState, Member, Rule
 from cudagraphs.rules.evaluate import graph_state, judge
 from cudagraphs.rules.registry import REGISTRY
@@ -24,6 +24,8 @@ TOPICS = {
     "3": ("Overlap and delayed weight gradients", overlap),
     "4": ("Megatron-LM's command line", arguments),
     "5": ("Megatron Bridge", bridge),
+    "7": ("Capture and environment", capture),
+    "8": ("Reported failures", reported),
 }
 for _, _module in TOPICS.values():
     REGISTRY.add(*_module.RULES)

@@ -31,6 +31,7 @@ SECTIONS: dict[str, Any] = {
     "ddp.use_distributed_optimizer": False,
     "ddp.use_megatron_fsdp": False,
     "ddp.megatron_fsdp_version": 1,
+    "ddp.megatron_fsdp_cuda_graph_mode": False,
     "ddp.data_parallel_sharding_strategy": "no_shard",
     "ddp.fp8_param_gather": False,
     "ddp.reuse_grad_buf_for_mxfp8_param_ag": False,
@@ -101,6 +102,13 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": _YES_NO,
     "add_qkv_bias": _YES_NO,
     "gtp_weight_remat_size": (1, 2),
+    "moe_paged_stash": _YES_NO,
+    "moe_expert_rank_capacity_factor": (None, 1.5),
+    "variable_seq_lengths": _YES_NO,
+    "hybrid_context_parallel": _YES_NO,
+    "batch_p2p_comm": _YES_NO,
+    "batch_p2p_sync": _YES_NO,
+    "fp16": _YES_NO,
     "fp8": (None, "e4m3", "hybrid", "mxfp8"),
     "fp4": (None, "e2m1"),
     "cross_entropy_loss_fusion": _YES_NO,
@@ -147,8 +155,11 @@ def of_config(minor: int) -> dict[str, Any]:
     for name, steps in FIELDS.items():
         value: Any = GONE
         for since, default in steps:
-            if since <= max(minor, 13):
+            if since <= minor:
                 value = default
+        if value is GONE and name not in ABSENT:
+            # a version without the field does what the field's first default says
+            value = steps[0][1]
         if value is not GONE:
             values[name] = value
     return values

@@ -18,6 +18,8 @@ from cudagraphs.settings import Branch, Choice, Known, Settings, Source, Unknown
 
 # A rule that is run more often than this to decide on branches and unknown facts is reported as undetermined.
 MAX_RUNS = 200
+# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba layer.
+PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
 
 
 class Reader(Mapping[str, Any]):
@@ -28,6 +30,7 @@ class Reader(Mapping[str, Any]):
         graph.problems          codes of the rules that reject the raw graph fields
         graph.foreign           graph fields that the run sets and the version does not have
         graph.active            anything is captured
+        graph.has_mamba         the model has Mamba layers: `model.has_mamba`, else its hybrid layer pattern
         graph.full_iteration    the whole iteration is captured, under whichever name the version has for it
         graph.whole_layer       each layer is captured whole
         recompute.granularity, recompute.modules    after the legacy flag `moe_layer_recompute`
@@ -79,6 +82,12 @@ class Reader(Mapping[str, Any]):
         missing = [name for name in defaults.ABSENT if name in self.settings.facts and name not in fields]
         return tuple(name for name in missing if self[name] is not None and self[name] != defaults.ABSENT[name])
 
+    def has_mamba(self) -> bool:
+        for name in PATTERNS:
+            if name in self.settings.facts and self[name] is not None:
+                return "M" in self[name]
+        return bool(self["model.has_mamba"])
+
     def state(self) -> tuple[Any, ...]:
         if self._state is None:
             versions = self.settings.versions
@@ -114,6 +123,7 @@ _DERIVED: dict[str, Callable[[Reader], Any]] = {
     "graph.modules": lambda reader: reader.state()[1],
     "graph.inference_scope": lambda reader: reader.state()[2],
     "graph.problems": lambda reader: reader.state()[3],
+    "graph.has_mamba": lambda reader: reader.has_mamba(),
     "graph.foreign": lambda reader: reader.foreign(),
     "version.minor": lambda reader: reader.settings.versions.minor,
     "graph.active": lambda reader: reader.state()[0] != "none",
