@@ -853,6 +853,9 @@ class Interpreter:
                 return (left is right) == (kind in (ast.Is, ast.Eq))
             if isinstance(left, ListValue) and isinstance(right, ListValue) and kind in (ast.Eq, ast.NotEq):
                 return lift(lambda *_: (left.items == right.items) == (kind is ast.Eq), *left.items, *right.items)
+            plain = (str, int, float, tuple)
+            if kind in (ast.Eq, ast.NotEq) and ListValue in (type(left), type(right)) and isinstance(left, plain) != isinstance(right, plain):
+                return kind is ast.NotEq
             return UnknownValue("the comparison is not followed")
         if isinstance(left, External) and isinstance(right, External):
             return (left.last == right.last) == (kind in (ast.Is, ast.Eq)) if kind in (ast.Is, ast.Eq, ast.IsNot, ast.NotEq) else (

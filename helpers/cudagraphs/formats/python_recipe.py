@@ -75,6 +75,8 @@ class PythonRecipe:
         """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top level."""
         public = {name: node for name, node in self.functions().items() if not name.startswith("_")}
         names = [name for name, node in public.items() if looks_like_recipe(node)]
+        # a recipe is called without arguments; what needs some is a helper, unless the file has nothing else
+        names = [name for name in names if not _required_arguments(public[name])] or names
         if not names:
             names = [name for name, node in public.items() if any(_calls(CONSUMERS, statement) for statement in node.body)]
         own = [node for node in self.tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -223,6 +225,12 @@ def looks_like_recipe(node: ast.FunctionDef) -> bool:
     if node.name.endswith(("_config", "_recipe", "_provider")) or node.name in ("config", "recipe"):
         return True
     return any(_touches_configuration(statement) for statement in node.body)
+
+
+def _required_arguments(node: ast.FunctionDef) -> bool:
+    given = node.args
+    positional = len(given.posonlyargs) + len(given.args)
+    return positional > len(given.defaults) or None in given.kw_defaults
 
 
 def _calls(names: frozenset[str], node: ast.stmt) -> bool:
