@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cudagraphs.formats.source import SourceError, TextFile
+from cudagraphs.formats.source import SourceError, TextFile, load
+from cudagraphs.formats.words import OPTION, OVERRIDE
 from cudagraphs.settings import Settings
 from cudagraphs.versions import Versions
 
@@ -57,4 +58,70 @@ def open_recipe(path: Path, versions: Versions, framework: str | None = None, ro
 
     if path.suffix == ".py" or path.is_dir() or not path.exists():
         return PythonRecipe(path, versions, roots)
-    raise SourceError(f"{path}: unknown kind of file; give a Python recipe (.py)")
+    file = load(path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _yaml_recipe(path, file, versions, framework)
+    if path.suffix in (".sh", ".bash", ".sbatch", ".slurm", ".zsh") or file.text.startswith("#!"):
+        return _script(path, file, versions, framework)
+    return _by_text(path, file, versions, framework, roots)
+
+
+def _yaml_recipe(path: Path, file: TextFile, versions: Versions, framework: str | None) -> Recipe:
+    from cudagraphs.formats import automodel, bridge_yaml
+    from cudagraphs.formats.facts import FactsFile
+    from cudagraphs.formats.model_args import BLOCK, ModelArgs
+    from cudagraphs.formats.yaml_file import YamlFile
+
+    document = YamlFile(path, file)
+    data = document.data
+    keys = data if isinstance(data, dict) else {}
+    if framework == "nemo-automodel":
+        return automodel.AutoModelRecipe(path, versions, document)
+    if any(BLOCK.fullmatch(str(key)) for key in keys) and framework in (None, "megatron-lm", "megatron-core"):
+        return ModelArgs(path, versions, document)
+    if "framework" in keys:
+        return FactsFile(path, versions, document, framework)
+    if framework == "megatron-bridge" or (framework is None and bridge_yaml.looks_like(data) and not automodel.looks_like(data)):
+        return bridge_yaml.BridgeYaml(path, versions, document)
+    if framework is None and automodel.looks_like(data):
+        return automodel.AutoModelRecipe(path, versions, document)
+    raise SourceError(
+        f"{path}: no known kind of YAML (a MODEL_ARGS block, a Bridge configuration, an AutoModel recipe, or facts with a "
+        "framework key); say which with --framework"
+    )
+
+
+def _script(path: Path, file: TextFile, versions: Versions, framework: str | None) -> Recipe:
+    from cudagraphs.formats.arguments import LaunchScript
+
+    script = LaunchScript(path, versions, framework, file)
+    if not script.commands:
+        raise SourceError(
+            f"{path}: no training command found: no program is given Megatron-LM arguments (--num-layers 2), performance script "
+            "arguments (--cuda_graph_impl) or overrides (model.cuda_graph_impl=...)"
+        )
+    return script
+
+
+def _by_text(path: Path, file: TextFile, versions: Versions, framework: str | None, roots: list[Path]) -> Recipe:
+    """A file whose name tells nothing: a list of arguments or overrides, or Python."""
+    from cudagraphs.formats.arguments import LaunchScript
+    from cudagraphs.formats.python_recipe import PythonRecipe
+
+    words = [line.split("#")[0].strip() for line in file.text.splitlines() if line.split("#")[0].strip()]
+    if words and all(OPTION.match(word) or OVERRIDE.match(word) for word in words):
+        recipe = LaunchScript(path, versions, framework, file, listed=True)
+        if recipe.commands:
+            return recipe
+    try:
+        python = PythonRecipe(path, versions, roots, file)
+    except SourceError:
+        python = None
+    if python is not None and python.candidates():
+        return python
+    script = LaunchScript(path, versions, framework, file)
+    if script.commands:
+        return script
+    raise SourceError(
+        f"{path}: unknown kind of file; give a Python recipe (.py), a launch script (.sh), YAML or JSON, or a list of arguments"
+    )

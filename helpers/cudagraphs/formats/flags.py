@@ -120,6 +120,12 @@ LM_NO_OPTION = frozenset(
 )
 # What a run without the option holds where that is not the default of TransformerConfig or of the sections.
 LM_DEFAULTS = {"gradient_accumulation_fusion": True, "ddp.check_for_nan_in_grad": True, "rerun_state_machine.check_for_nan_in_loss": True}
+# What --use-checkpoint-args takes from the checkpoint over the command line, as far as rules and recommendations ask for it.
+# Source: load_args_from_checkpoint in megatron/training/checkpointing.py.
+FROM_CHECKPOINT = (
+    "add_bias_linear", "add_qkv_bias", "attention_dropout", "hidden_dropout", "num_moe_experts", "moe_layer_freq", "mtp_num_layers",
+    "moe_shared_expert_intermediate_size", "args.hybrid_layer_pattern",
+)  # fmt: skip
 LM_MARKS = frozenset(
     (
         "num-layers hidden-size micro-batch-size tensor-model-parallel-size pipeline-model-parallel-size use-mcore-models "
@@ -148,6 +154,10 @@ class MegatronLM:
         facts: dict[str, Fact] = {name: Known(value, None, "default") for name, value in LM_DEFAULTS.items()}
         for name, found in entries.items():
             facts[name] = fold(found, facts.get(name) or self._default(name))
+        taken = facts.get("args.use_checkpoint_args")
+        if isinstance(taken, Known) and taken.value is True:
+            for name in FROM_CHECKPOINT:
+                facts[name] = Unknown("it comes from the checkpoint (--use-checkpoint-args)", taken.source)
         self._derive(facts, options)
         return facts, ""
 
