@@ -15,6 +15,8 @@ Usage:
     python helpers/apply_overrides.py recipe.py --impl transformer_engine --scopes attn,mlp
     python helpers/apply_overrides.py recipe.py --set model.cuda_graph_warmup_steps=5
     python helpers/apply_overrides.py recipe.py --off                   turn graphs off cleanly
+    python helpers/apply_overrides.py train.sh                          a launch script, a MODEL_ARGS file, an AutoModel recipe
+    python helpers/apply_overrides.py --mcore 0.19 -- --num-layers 32   arguments or overrides: prints the new ones, writes nothing
 
 Output: a unified diff and a short report on stdout; with --json one object on stdout instead, and the prose on stderr.
 
@@ -41,7 +43,7 @@ if not sys.dont_write_bytecode:
 
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.diff import unified_diff  # noqa: E402
-from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
+from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
 from cudagraphs.rules import check, graph_state  # noqa: E402
@@ -78,7 +80,7 @@ class Outcome:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="the file that configures the training run")
+    parser.add_argument("recipe", type=Path, nargs="?", help="the file that configures the training run")
     parser.add_argument("--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable")
     parser.add_argument("--all", action="store_true", help="every recipe function of the file")
     parser.add_argument("--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content")
@@ -101,14 +103,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     cli.utf8_streams()
-    arguments = cli.arguments_of(build_parser(), argv)
-    return arguments if isinstance(arguments, int) else cli.run(PROGRAM, lambda: apply(arguments))
+    own, given = split_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = cli.arguments_of(build_parser(), own)
+    if isinstance(arguments, int):
+        return arguments
+    arguments.given = given
+    return cli.run(PROGRAM, lambda: apply(arguments))
 
 
 def apply(arguments: argparse.Namespace) -> int:
     versions = cli.versions_from(arguments)
     request = request_from(arguments, versions)
-    original = open_recipe(arguments.recipe, versions, arguments.framework, arguments.source_root)
+    original = open_input(arguments.recipe, None, arguments.given, versions, arguments.framework, arguments.source_root)
+    arguments.recipe = original.path
     names = original.select(arguments.function, arguments.all)
     recipe: Recipe = original
     outcomes = []
@@ -119,7 +126,11 @@ def apply(arguments: argparse.Namespace) -> int:
     refused = [outcome for outcome in outcomes if outcome.refused]
     changed = recipe.file.raw != original.file.raw
     written = None
-    if not refused and not arguments.diff and (changed or arguments.output):
+    if arguments.given is not None and not arguments.output:
+        # arguments have no file: the new ones are the output
+        if not refused and not arguments.json:
+            print(recipe.file.text.strip())
+    elif not refused and not arguments.diff and (changed or arguments.output):
         target = arguments.output or arguments.recipe
         write_atomically(target, recipe.file.raw, None if arguments.output else original.file.raw)
         written = str(target)
@@ -277,6 +288,8 @@ def verdict(arguments: argparse.Namespace, outcomes: list[Outcome], changed: boo
         return "\n".join(f"refused: {outcome.name}: {outcome.refused}; nothing was written" for outcome in refused)
     if written:
         return f"written: {written}"
+    if changed and arguments.given is not None:
+        return "the first line holds the new arguments"
     return "not written (--diff)" if changed else "nothing to change"
 
 

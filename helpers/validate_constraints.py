@@ -7,6 +7,9 @@ Usage:
     python helpers/validate_constraints.py recipe.py --function NAME       one of them (repeatable, globs allowed)
     python helpers/validate_constraints.py recipe.py --format json|sarif|github
     python helpers/validate_constraints.py recipe.py --fix                 apply the safe mends in place
+    python helpers/validate_constraints.py train.sh | model_config.yaml | run_config.yaml | recipe.yaml    any other format
+    python helpers/validate_constraints.py --mcore 0.19 -- --num-layers 32 --cuda-graph-impl local   arguments, or overrides
+    python helpers/validate_constraints.py --facts facts.json              neutral facts: plain PyTorch, Transformer Engine
     python helpers/validate_constraints.py --explain CG204                 a rule, by code
     python helpers/validate_constraints.py --explain "full recompute is only supported"   or by a piece of upstream's message
     python helpers/validate_constraints.py --list-rules
@@ -41,7 +44,7 @@ if not sys.dont_write_bytecode:
     sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
 from cudagraphs import cli, report  # noqa: E402
-from cudagraphs.formats import Recipe, open_recipe  # noqa: E402
+from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
 from cudagraphs.rules.base import Finding  # noqa: E402
@@ -63,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument("--quiet", action="store_true", help="print nothing but findings of severity error and runtime")
     other = parser.add_argument_group("instead of a recipe")
+    other.add_argument("--facts", type=Path, metavar="FILE", help="JSON or YAML with the framework and the facts of a run")
     other.add_argument("--explain", metavar="CODE|TEXT", help="print a rule by its code or by a piece of upstream's message")
     other.add_argument("--list-rules", action="store_true", help="one line a rule")
     other.add_argument("--fields-jsonl", metavar="FILE", help="batch mode over TransformerConfig fields; - for stdin")
@@ -74,8 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     cli.utf8_streams()
-    arguments = cli.arguments_of(build_parser(), argv)
-    return arguments if isinstance(arguments, int) else cli.run(PROGRAM, lambda: dispatch(arguments))
+    own, given = split_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = cli.arguments_of(build_parser(), own)
+    if isinstance(arguments, int):
+        return arguments
+    arguments.given = given
+    return cli.run(PROGRAM, lambda: dispatch(arguments))
 
 
 def dispatch(arguments: argparse.Namespace) -> int:
@@ -93,8 +101,8 @@ def dispatch(arguments: argparse.Namespace) -> int:
         return cli.CLEAN
     if arguments.fields_jsonl is not None:
         return batch(arguments)
-    if arguments.recipe is None:
-        raise cli.UsageError("name a recipe, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help")
+    if arguments.recipe is None and arguments.facts is None and arguments.given is None:
+        raise cli.UsageError("name a recipe, --facts FILE, arguments behind --, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help")
     return validate(arguments)
 
 
@@ -137,7 +145,10 @@ def batch(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     versions = cli.versions_from(arguments)
-    original = open_recipe(arguments.recipe, versions, arguments.framework, arguments.source_root)
+    original = open_input(
+        arguments.recipe, arguments.facts, arguments.given, versions, arguments.framework, arguments.source_root
+    )
+    arguments.recipe = original.path
     names = original.select(arguments.function, everything=True)
     if arguments.facts_only:
         rows = {name: report.settings_json(original.run(name).settings, every=True) for name in names}
@@ -148,7 +159,10 @@ def validate(arguments: argparse.Namespace) -> int:
     if arguments.fix:
         for name in names:
             recipe, fixed[name] = fix(recipe, name)
-        if recipe.file.raw != original.file.raw:
+        if recipe.file.raw != original.file.raw and arguments.given is not None:
+            # arguments have no file: the mended ones are printed
+            print(recipe.file.text.strip(), file=sys.stderr if arguments.json or arguments.format != "text" else sys.stdout)
+        elif recipe.file.raw != original.file.raw:
             write_atomically(arguments.recipe, recipe.file.raw, original.file.raw)
     results = [(name, finding) for name in names for finding in check(recipe.run(name).settings)]
     show(arguments, recipe, names, results, fixed)

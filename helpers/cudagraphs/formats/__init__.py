@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +64,36 @@ def open_recipe(path: Path, versions: Versions, framework: str | None = None, ro
     if path.suffix in (".sh", ".bash", ".sbatch", ".slurm", ".zsh") or file.text.startswith("#!"):
         return _script(path, file, versions, framework)
     return _by_text(path, file, versions, framework, roots)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """A command line at its first `--`: what stands in front, and the arguments behind, None where there is no `--`."""
+    if "--" not in argv:
+        return list(argv), None
+    at = list(argv).index("--")
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def open_input(
+    path: Path | None, facts: Path | None, given: Sequence[str] | None, versions: Versions, framework: str | None, roots: list[Path]
+) -> Recipe:
+    """The recipe of a command line that names a file, a facts file, or arguments behind `--`.
+
+    Raises SourceError where none of them is given, or more than one.
+    """
+    named = [what for what, value in (("a recipe", path), ("--facts", facts), ("arguments behind --", given)) if value is not None]
+    if len(named) != 1:
+        raise SourceError(f"give one of a recipe file, --facts FILE and -- ARGUMENTS, not {' and '.join(named) or 'none'}")
+    if facts is not None:
+        from cudagraphs.formats.facts import open_facts
+
+        return open_facts(facts, versions, framework)
+    if given is not None:
+        from cudagraphs.formats.arguments import from_argv
+
+        return from_argv(given, versions, framework)
+    assert path is not None
+    return open_recipe(path, versions, framework, roots)
 
 
 def _yaml_recipe(path: Path, file: TextFile, versions: Versions, framework: str | None) -> Recipe:
