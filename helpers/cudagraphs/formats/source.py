@@ -10,6 +10,8 @@ import re
 import stat
 import sys
 import tokenize
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +104,7 @@ def load(path: Path) -> TextFile:
         encoding = "utf-8" if bom else tokenize.detect_encoding(io.BytesIO(body).readline)[0]
         text = body.decode("utf-8" if encoding == "utf-8-sig" else encoding)
     except SyntaxError as error:
-        raise SourceError(f"{path}: unreadable text ({error.msg}); save it as UTF-8") from None
+        raise SourceError(f"{path}: unreadable text ({error.msg}); save it as UTF-8 or name its encoding in line 1") from None
     except UnicodeDecodeError as error:
         raise SourceError(f"{path}: not {error.encoding} at byte {error.start}; save it as UTF-8 or name its encoding in line 1") from None
     return TextFile(path, raw, encoding, bom, text)
@@ -138,6 +140,32 @@ def check_writable(path: Path) -> None:
         raise SourceError(f"{path}: the folder {target.parent} is not writable; give --output")
 
 
+def _copy_owner_and_mode(target: Path, copy: str) -> None:
+    have = target.stat()
+    if (have.st_uid, have.st_gid) != (os.geteuid(), os.getegid()):
+        try:
+            os.chown(copy, have.st_uid, have.st_gid)
+        except OSError:
+            pass  # only root may give files away; the mode below still lets the same people at it
+    os.chmod(copy, stat.S_IMODE(have.st_mode))
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Keep other runs of the helpers from replacing the file between the comparison and the rename."""
+    if not target.exists():
+        yield
+        return
+    import fcntl
+
+    with target.open("rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: the rename alone still leaves one whole file
+        yield
+
+
 def write_atomically(path: Path, data: bytes, expected: bytes | None = None) -> None:
     """Replace the file by `data` in one step, keeping its mode; a symbolic link stays a link and its target is replaced.
 
@@ -156,14 +184,15 @@ def write_atomically(path: Path, data: bytes, expected: bytes | None = None) -> 
             handle.flush()
             os.fsync(handle.fileno())
         if target.exists():
-            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+            _copy_owner_and_mode(target, temporary)
         else:
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)
-        if expected is not None and (not target.exists() or target.read_bytes() != expected):
-            raise SourceError(f"{path}: changed while it was being worked on; nothing written, run again")
-        os.replace(temporary, target)
+        with _locked(target):
+            if expected is not None and (not target.exists() or target.read_bytes() != expected):
+                raise SourceError(f"{path}: changed while it was being worked on; nothing written, run again")
+            os.replace(temporary, target)
         temporary = ""
     except OSError as error:
         raise SourceError(f"{path}: cannot be written ({error.strerror or error})") from None
