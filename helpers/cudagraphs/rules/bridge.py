@@ -66,6 +66,12 @@ def _delayed(f: Facts) -> bool:
     return f["comm_overlap.delay_wgrad_compute"] is True and f["graph.active"] and delayed_wgrad_captured(f)
 
 
+def asserts_tracker(f: Facts) -> bool:
+    """Whether the model's provider asserts the tracker: GPT's does; those of vision-language and hybrid models do not."""
+    names = "".join(str(mends.known(f, name, "")) for name in ("model.provider", "model.hf_id")).lower()
+    return not any(part in names for part in ("vl", "hybrid", "mamba", "nemotronh", "nemotron-h", "nemotron-3", "t5"))
+
+
 def _packing_graph(f: Facts, v: Versions) -> bool:
     graphs = f["cuda_graph_impl"] == "transformer_engine" or raw_full_iteration(f, v)
     return graphs and bool(f["dataset.packed_sequences"]) and bool(f["dataset.enable_offline_packing"])
@@ -117,13 +123,16 @@ RULES = (
         layer="bridge",
         severity="error",
         frameworks=(BRIDGE,),
-        when=lambda f, v: f["graph.active"] and not f["use_te_rng_tracker"] and not f["rng.te_rng_tracker"],
+        when=lambda f, v: f["graph.active"]
+        and asserts_tracker(f)
+        and not f["use_te_rng_tracker"]
+        and not f["rng.te_rng_tracker"],
         message="graphs are on, and neither model.use_te_rng_tracker nor rng.te_rng_tracker is set",
         mend="set model.use_te_rng_tracker=True and rng.te_rng_tracker=True; one suffices where ConfigContainer.validate runs, "
         "which copies it to the other",
         fix=lambda f, v: {"use_te_rng_tracker": True, "rng.te_rng_tracker": True},
         why="The plain tracker keeps its generator state on the host; a captured kernel would draw the same numbers in every "
-        "replay.",
+        "replay. Bridge makes the plain tracker safe for graphs when it seeds it, and GPT's provider asserts all the same.",
         source=f"megatron/bridge/models/gpt_provider.py GPTModelProvider.provide; {CONFIG} (0.3+)",
         upstream=("Transformer engine's RNG tracker is required for cudagraphs",),
         bad=(Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, NEW),),

@@ -297,7 +297,10 @@ RULES = (
         layer="capture",
         severity="runtime",
         when=lambda f, v: f["graph.active"]
-        and (bool(f["variable_seq_lengths"]) or bool(f["dataset.enable_in_batch_packing"])),
+        and (
+            (bool(f["dataset.packed_sequences"]) and bool(f["dataset.enable_in_batch_packing"]))
+            or bool(f["variable_seq_lengths"])
+        ),
         message="variable_seq_lengths={variable_seq_lengths}, dataset.enable_in_batch_packing={dataset.enable_in_batch_packing}: "
         "the shapes change from batch to batch",
         mend="pad every batch to one length, or turn graphs off",

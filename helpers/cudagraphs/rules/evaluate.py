@@ -64,12 +64,22 @@ class Reader(Mapping[str, Any]):
             return self.assumed[name]
         if fact is None and name in defaults.BESIDE:
             return defaults.BESIDE[name]
-        if fact is None and self.settings.complete:
+        if fact is None and (self.settings.complete or self._left_alone(name)):
             try:
                 return defaults.default(name, self.settings.versions.minor, self.settings.framework)
             except KeyError:
                 pass
         raise NeedsFact(name)
+
+    def _left_alone(self, name: str) -> bool:
+        """Whether an absent fact of a run that was not seen whole holds its default all the same."""
+        if name.startswith("env."):
+            return True
+        checkpoint = self.settings.facts.get("model.hf_id")
+        if checkpoint is None or name not in defaults.NOT_FROM_CHECKPOINTS:
+            return False
+        known = str(checkpoint.value).lower() if isinstance(checkpoint, Known) else ""
+        return not (name.startswith("recompute") and defaults.RECOMPUTES_BY_CLASS in known)
 
     def __iter__(self):
         return iter(self.settings.facts)
