@@ -6,7 +6,7 @@ Usage:
   python evals/smoke_evidence.py --out evals/results/gpu
   python evals/smoke_evidence.py --out /tmp/results --only smoke-mcore-dense-launch smoke-drill-sync
 
-Runs share the GPU while they prepare and measure alone (gpulock), except those listed in ALONE, which nothing else may slow down.
+Runs follow one another and share the imports of their stack; the first run of a stack pays for them, as a user does.
 
 Output: one smoke-*.json a run, its table beside it as .txt; a line a run on stdout. `--json` puts one object on stdout instead.
 
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
-SMOKE = Path(__file__).resolve().parents[1] / "helpers" / "smoke_capture.py"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+import smoke_capture  # noqa: E402
+
 _ROUTED = "transformer_engine:attn+moe_router+moe_preprocess"
 _DENSE = ("--variant", "transformer_engine:attn+mlp", "--variant", "local", "--variant", "full_iteration")
 
@@ -32,6 +33,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smoke-mcore-dense-launch": ("--stack", "megatron-core", "--sweep"),
     "smoke-mcore-dense-compute": ("--stack", "megatron-core", "--size", "compute", *_DENSE),
     "smoke-mcore-moe-dropless-launch": ("--stack", "megatron-core", "--model", "moe-dropless", "--sweep", "--include-illegal"),
+    "smoke-mcore-moe-dropless-routed-launch": (
+        "--stack", "megatron-core", "--model", "moe-dropless", "--variant", _ROUTED, "--variant", f"local:{_ROUTED.split(':')[1]}",
+    ),
     "smoke-mcore-moe-dropless-compute": (
         "--stack", "megatron-core", "--model", "moe-dropless", "--size", "compute", "--variant", "transformer_engine:attn",
         "--variant", _ROUTED,
@@ -59,19 +63,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "smoke-drill-static-grads": ("--stack", "torch", "--drill", "static-grads", "--rounds", "2", "--variant", "make_graphed_callables"),
 }
-# Its wall time is itself a result (from start to verdict in under 90 s).
-ALONE = ("smoke-mcore-dense-launch",)
 
 
-def _run(name: str, out: Path, limit_s: float, extra: Sequence[str]) -> dict:
+def _run(name: str, out: Path, launchers: smoke_capture.Launchers, extra: Sequence[str]) -> dict:
     target = out / f"{name}.json"
-    command = [sys.executable, str(SMOKE), *RUNS[name], *extra, "--json", str(target)]
     begin = time.monotonic()
-    with open(out / f"{name}.txt", "w") as table, open(out / f"{name}.log", "w") as log:
-        try:
-            code = subprocess.run(command, stdout=table, stderr=log, timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+    with open(out / f"{name}.txt", "w") as table, redirect_stdout(table):
+        code = smoke_capture.main([*RUNS[name], *extra, "--json", str(target)], launchers)
     return {"run": name, "exit_code": code, "seconds": round(time.monotonic() - begin, 1), "written": target.exists()}
 
 
@@ -79,23 +77,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=sorted(RUNS), metavar="RUN", default=list(RUNS))
-    parser.add_argument("--at-once", type=int, default=3, help="runs that may prepare at once (default 3)")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (default 300)")
+    parser.add_argument("--rounds", type=int, help="timing rounds of every run, where fewer are enough")
     parser.add_argument("--revision", help="passed on to smoke_capture.py")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--revision", args.revision) if args.revision else ()
-    done = [_run(name, args.out, args.limit, extra) for name in args.only if name in ALONE]
-    with ThreadPoolExecutor(args.at_once) as pool:
-        rest = [name for name in args.only if name not in ALONE]
-        done += pool.map(lambda name: _run(name, args.out, args.limit, extra), rest)
+    if args.rounds:
+        extra += ("--rounds", str(args.rounds))
+    launchers = smoke_capture.Launchers()
+    done = []
+    try:
+        for name in args.only:
+            done.append(_run(name, args.out, launchers, extra))
+            print(_line(done[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
+    finally:
+        launchers.close()
     if args.json:
         print(json.dumps({"schema_version": 1, "runs": done}))
-    else:
-        for one in done:
-            print(f"{one['run']}: exit {one['exit_code']}, {one['seconds']} s" + ("" if one["written"] else ", NO RESULT"))
     return 0 if all(one["written"] for one in done) else 1
+
+
+def _line(one: dict) -> str:
+    return f"{one['run']}: exit {one['exit_code']}, {one['seconds']} s" + ("" if one["written"] else ", NO RESULT")
 
 
 if __name__ == "__main__":

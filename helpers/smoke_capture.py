@@ -303,7 +303,26 @@ def _progress(quiet: bool, here: ranks.Ranks, begin: float):
     return progress
 
 
-def smoke(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict, int]:
+class Launchers:
+    """One launcher a stack, started when first asked for, so that several runs in one process import a stack once."""
+
+    def __init__(self):
+        self._logs = parent.temporary_logs()
+        self._started: dict[str, tuple] = {}
+
+    def of(self, args: argparse.Namespace, stack: str, progress) -> tuple:
+        """(launcher, the GPU as probed when it started)."""
+        if stack not in self._started:
+            self._started[stack] = _launcher(args, stack, Path(self._logs.name), progress)
+        return self._started[stack]
+
+    def close(self) -> None:
+        for launcher, _ in self._started.values():
+            launcher.close()
+        self._logs.cleanup()
+
+
+def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -> tuple[dict, int]:
     """Runs everything and returns the result and the exit code. Raises UsageError, VariantError and Unavailable."""
     begin = time.monotonic()
     here = ranks.from_environment(args.phase_limit * 2)
@@ -315,25 +334,20 @@ def smoke(args: argparse.Namespace, argv: Sequence[str]) -> tuple[dict, int]:
     if args.plot and args.plot.suffix not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot}: a plot is written as .png or .svg")
     stack, found = _stack(args.stack, args.device)
-    with parent.temporary_logs() as logs:
-        launcher, probe = _launcher(args, stack, Path(logs), progress)
-        try:
-            setup, rules, chosen = _setup(args, here, stack, found, probe)
-            jobs, skipped = _jobs(setup, chosen, rules, args, stack)
-        except BaseException:
-            launcher.close()
-            raise
-        shape = plan.Shape(**setup["shape"])
-        limits = {"default": args.phase_limit, "exit": args.exit_limit}
-        # Several ranks keep step with each other instead: a lock a rank could leave two runs waiting for one another.
-        lock = GpuLock(probe.get("uuid") if here.world == 1 else None)
-        session = parent.Session(launcher, limits, here, progress, variants.rules_for, lock)
-        effort = Effort(
-            args.steps, args.long, args.rounds, args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
-            args.dropout > 0,
-        )
-        outcomes = run(session, jobs, effort, here, progress)
-        lock.close()
+    launcher, probe = launchers.of(args, stack, progress)
+    setup, rules, chosen = _setup(args, here, stack, found, probe)
+    jobs, skipped = _jobs(setup, chosen, rules, args, stack)
+    shape = plan.Shape(**setup["shape"])
+    limits = {"default": args.phase_limit, "exit": args.exit_limit}
+    # Several ranks keep step with each other instead: a lock a rank could leave two runs waiting for one another.
+    lock = GpuLock(probe.get("uuid") if here.world == 1 else None)
+    session = parent.Session(launcher, limits, here, progress, variants.rules_for, lock)
+    effort = Effort(
+        args.steps, args.long, args.rounds, args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
+        args.dropout > 0,
+    )
+    outcomes = run(session, jobs, effort, here, progress)
+    lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)
     code = report.exit_code(results)
     peers = here.agree("verdicts", {
@@ -372,11 +386,13 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) -> int:
+    """`launchers` may come from a caller that runs several times in one process, and then stays the caller's to close."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _arguments().parse_args(argv)
+    own = launchers or Launchers()
     try:
-        result, code = smoke(args, argv)
+        result, code = smoke(args, argv, own)
     except (UsageError, variants.VariantError, known.VersionError) as error:
         print(f"smoke_capture.py: {error}", file=sys.stderr)
         return 2
@@ -386,6 +402,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("smoke_capture.py: interrupted; every process was stopped", file=sys.stderr)
         return 3
+    finally:
+        if launchers is None:
+            own.close()
     if int(os.environ.get("RANK", "0")):
         return code
     table = report.table(result)

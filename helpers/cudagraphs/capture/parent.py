@@ -124,7 +124,7 @@ class SpawnLauncher:
         commands_r, commands_w = os.pipe()
         replies_r, replies_w = os.pipe()
         log = self._logs / f"{_file_name(job['name'])}.log"
-        with open(log, "ab") as target:
+        with open(log, "wb") as target:
             process = subprocess.Popen(
                 [*self._command, str(commands_r), str(replies_w)], pass_fds=(commands_r, replies_w), stdout=target,
                 stderr=target, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True,
@@ -195,7 +195,7 @@ class ForkLauncher:
     def _fork(self, request: dict, log: Path) -> tuple[int, int, int]:
         commands_r, commands_w = os.pipe()
         replies_r, replies_w = os.pipe()
-        with open(log, "ab") as target:
+        with open(log, "wb") as target:
             socket.send_fds(self._control, [json.dumps(request).encode()], [commands_r, replies_w, target.fileno()])
         started = self._wait(lambda message: message.get("started") == request["name"], 30.0)
         os.close(commands_r)
@@ -375,12 +375,11 @@ class Session:
         return out
 
     def close(self, children: Iterable[Child]) -> None:
-        """Kills what is left and lets go of every descriptor."""
+        """Kills what is left and lets go of every descriptor. The launcher stays: another session may use it."""
         for child in children:
             if child.ended is None:
                 child.kill()
             child.close()
-        self._launcher.close()
 
 
 def temporary_logs() -> tempfile.TemporaryDirectory:

@@ -88,6 +88,8 @@ def run(
                 waves += [[name] for name in again]
             first = False
             progress(f"wave of {len(wave)} done in {time.monotonic() - started:.1f} s")
+        for child in base:
+            _profile(session, child, outcomes)
         _finish(session, base, outcomes)
     finally:
         session.close(everyone)
@@ -130,11 +132,8 @@ def _parity(session: Session, children: list[Child], first: int, steps: int, dig
 
 
 def _measure(session: Session, base, variants, effort: Effort, ranks: Ranks, outcomes, progress) -> None:
-    """Profiles each child once, then times all of them in turns, `rounds` times over."""
+    """Times all children in turns, `rounds` times over, then profiles each once: a profiler stays attached to its process."""
     children = [child for child in (*base, *variants) if child.alive]
-    for child in children:
-        if outcomes[child.name].profile is None and session.ask([child], {"do": "profile", "steps": PROFILED_STEPS}):
-            outcomes[child.name].profile = child.answers["profile"]
     turns: dict[str, int] = {}
     for child in children:
         if session.ask([child], {"do": "time", "steps": 3}):
@@ -148,8 +147,15 @@ def _measure(session: Session, base, variants, effort: Effort, ranks: Ranks, out
                 outcomes[child.name].rounds_ms.append(answer["steps_ms"])
                 outcomes[child.name].wall_ms.append(answer["wall_ms"])
         progress(f"timing round {number + 1} of {effort.rounds}")
+    for child in variants:
+        _profile(session, child, outcomes)
     for child in children:
         _keep_failure(child, outcomes)
+
+
+def _profile(session: Session, child: Child, outcomes) -> None:
+    if child.alive and session.ask([child], {"do": "profile", "steps": PROFILED_STEPS}):
+        outcomes[child.name].profile = child.answers["profile"]
 
 
 def _finish(session: Session, children: list[Child], outcomes) -> None:
