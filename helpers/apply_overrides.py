@@ -46,8 +46,10 @@ from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
+from cudagraphs.recommend_automodel import SCOPES as AUTOMODEL_SCOPES  # noqa: E402
+from cudagraphs.recommend_automodel import recommend_automodel  # noqa: E402
 from cudagraphs.rules import check, graph_state  # noqa: E402
-from cudagraphs.rules.base import Finding, GraphState  # noqa: E402
+from cudagraphs.rules.base import AUTOMODEL, MEGATRON, Finding, GraphState  # noqa: E402
 from cudagraphs.rules.defaults import SECTIONS, field_names  # noqa: E402
 from cudagraphs.rules.normalize import implementations, scope_names  # noqa: E402
 from cudagraphs.settings import Settings  # noqa: E402
@@ -113,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def apply(arguments: argparse.Namespace) -> int:
     versions = cli.versions_from(arguments)
-    request = request_from(arguments, versions)
     original = open_input(arguments.recipe, None, arguments.given, versions, arguments.framework, arguments.source_root)
     arguments.recipe = original.path
     names = original.select(arguments.function, arguments.all)
+    request = request_from(arguments, original.run(names[0]).settings)
     recipe: Recipe = original
     outcomes = []
     for name in names:
@@ -150,28 +152,32 @@ class Request:
     extra: dict[str, Any]
 
 
-def request_from(arguments: argparse.Namespace, versions: Versions) -> Request:
-    """Raises UsageError for an implementation, scope, key or number that the version does not have."""
+def request_from(arguments: argparse.Namespace, settings: Settings) -> Request:
+    """Raises UsageError for an implementation, scope, key or number that the framework and version do not have."""
+    if settings.framework not in (*MEGATRON, AUTOMODEL):
+        raise cli.UsageError(f"{arguments.recipe}: nothing is recommended for {settings.framework}; validate_constraints.py checks it")
+    versions, automodel = settings.versions, settings.framework == AUTOMODEL
     minor = versions.minor
     scopes = None
     if arguments.impl is not None and arguments.impl not in (*implementations(minor), "full_iteration"):
         raise cli.UsageError(f"--impl {arguments.impl!r}: megatron-core 0.{minor} has {', '.join(implementations(minor))}")
     if arguments.scopes is not None:
         scopes = [scope.strip() for scope in arguments.scopes.split(",") if scope.strip()]
-        known = scope_names(minor)
+        known = AUTOMODEL_SCOPES if automodel else scope_names(minor)
         for scope in scopes:
             if known and scope not in known:
-                raise cli.UsageError(f"--scopes {scope!r}: megatron-core 0.{minor} has {', '.join(known)}")
+                owner = "AutoModel" if automodel else f"megatron-core 0.{minor}"
+                raise cli.UsageError(f"--scopes {scope!r}: {owner} has {', '.join(known)}")
     if arguments.off and (arguments.impl or arguments.scopes or arguments.preset):
         raise cli.UsageError("--off turns graphs off, so it does not go with --impl, --scopes or --preset")
     if arguments.warmup_steps is not None and arguments.warmup_steps < 0:
         raise cli.UsageError(f"--warmup-steps {arguments.warmup_steps}: give 0 or more")
     return Request(
-        arguments.off, arguments.impl, scopes, arguments.preset, arguments.warmup_steps, dict(setting(text, versions) for text in arguments.set)
+        arguments.off, arguments.impl, scopes, arguments.preset, arguments.warmup_steps, dict(setting(text, versions, automodel) for text in arguments.set)
     )
 
 
-def setting(text: str, versions: Versions) -> tuple[str, Any]:
+def setting(text: str, versions: Versions, automodel: bool = False) -> tuple[str, Any]:
     """`model.key=value` -> (fact name, value). Raises UsageError for a text without `=` or a key that does not exist."""
     import yaml
 
@@ -181,7 +187,9 @@ def setting(text: str, versions: Versions) -> tuple[str, Any]:
         raise cli.UsageError(f"--set {text!r}: give KEY=VALUE")
     fields = field_names(versions.minor)
     fact = key.removeprefix("model.")
-    if fact not in fields:
+    if automodel and "." in fact:
+        pass  # a path of the YAML; the framework itself checks it
+    elif fact not in fields:
         fact = key
         if not (key.startswith("env.") and len(key) > 4) and key not in SECTIONS:
             import difflib
@@ -200,7 +208,11 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     """Recommend for one run, write it into the recipe, and check what came out."""
     run = recipe.run(name)
     before = graph_state(run.settings)
-    if request.off:
+    if run.settings.framework == AUTOMODEL:
+        advice = recommend_automodel(
+            run.settings, request.preset, "none" if request.off else request.impl, request.scopes, request.extra
+        )
+    elif request.off:
         overrides = off(run.settings)
         advice = Recommendation("none", (), overrides, {}, ["turned off on request"], [], None)
     else:

@@ -61,6 +61,10 @@ class AutoModelRecipe:
             facts[path] = self._fact(node)
         for path in [path for path in facts if path.startswith("model.backend")]:
             facts[path.removeprefix("model.")] = facts[path]
+        name_or_path = facts.get("model.pretrained_model_name_or_path") or facts.get("model.config.pretrained_model_name_or_path")
+        if name_or_path is not None:
+            facts["model.hf_id"] = name_or_path
+        facts["num_moe_experts"] = Unknown("it comes from the checkpoint")
         for path, value in self._defaults().items():
             facts.setdefault(path, value)
         return AutoModelRun(name, Settings("nemo-automodel", self.versions, facts, name, str(self.path)))

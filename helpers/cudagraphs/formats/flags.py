@@ -104,6 +104,8 @@ LM_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "moe-layer-freq": (("moe_layer_freq",), lambda texts: pattern(" ".join(texts))),
     "norm-epsilon": (("layernorm_epsilon",), lambda texts: scalar(texts[0])),
     "swiglu": (("gated_linear_unit",), TRUE),
+    "hybrid-layer-pattern": (("hybrid_layer_pattern",), lambda texts: texts[0]),
+    "hybrid-override-pattern": (("model.hybrid_override_pattern",), lambda texts: texts[0]),
 }
 # Fields whose option takes any number of values.
 LM_LISTS = frozenset({"recompute_modules", "offload_modules", "cuda_graph_modules", "cp_comm_type", "hierarchical_context_parallel_sizes"})
@@ -124,7 +126,7 @@ LM_DEFAULTS = {"gradient_accumulation_fusion": True, "ddp.check_for_nan_in_grad"
 # Source: load_args_from_checkpoint in megatron/training/checkpointing.py.
 FROM_CHECKPOINT = (
     "add_bias_linear", "add_qkv_bias", "attention_dropout", "hidden_dropout", "num_moe_experts", "moe_layer_freq", "mtp_num_layers",
-    "moe_shared_expert_intermediate_size", "args.hybrid_layer_pattern",
+    "moe_shared_expert_intermediate_size", "hybrid_layer_pattern",
 )  # fmt: skip
 LM_MARKS = frozenset(
     (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from cudagraphs.rules import defaults
-from cudagraphs.rules.base import BRIDGE, Finding, GraphState, NeedsFact, NeedsSide, Open, Rule
+from cudagraphs.rules.base import AUTOMODEL, BRIDGE, Finding, GraphState, NeedsFact, NeedsSide, Open, Rule
 from cudagraphs.rules.normalize import normalize
 from cudagraphs.settings import Branch, Choice, Known, Settings, Source, Unknown
 
@@ -102,7 +102,12 @@ class Reader(Mapping[str, Any]):
         if self._state is None:
             versions = self.settings.versions
             bridge = versions.bridge if self.settings.framework == BRIDGE else None
-            self._state = normalize(versions.minor, self.__getitem__, bridge)
+            if self.settings.framework == AUTOMODEL:
+                # AutoModel captures modules with Transformer Engine, and has no other implementation
+                modules = self["backend.cuda_graph.modules"] or ()
+                self._state = ("transformer_engine" if modules else "none", tuple(map(str, modules)), None, ())
+            else:
+                self._state = normalize(versions.minor, self.__getitem__, bridge)
         return self._state
 
 
