@@ -25,8 +25,8 @@ def delete_cuda_graphs(*objects: Any, release_memory: bool = True, lock_timeout:
 
     objects: torch.cuda.CUDAGraph, graphed callables, modules, graph helpers, managers, or containers of them. They
         need not hold a graph yet. None are needed: they only fix what goes first.
-    release_memory: also return freed blocks to the device (torch.cuda.empty_cache()). That waits for the device, so it
-        is left out while a collective may be stuck there.
+    release_memory: also collect garbage and return freed blocks to the device (torch.cuda.empty_cache()). That takes
+        time and waits for the device, where a collective may be stuck: a process that is leaving does without.
     lock_timeout: seconds to wait for a deletion that another thread is in; -1 waits for ever.
 
     Idempotent. Never imports torch, megatron or Transformer Engine; without them it finds nothing. What is deleted can
@@ -56,12 +56,12 @@ def _delete(given: list[finders.Heap], release_memory: bool) -> DeletionReport:
     warning = finders.old_te_warning(heap)
     if warning:
         report.warnings.append(warning)
+    remaining = [graph for graph in heap.cuda_graphs if finders.is_live(graph)]
     given.clear()
     part = heap = None  # noqa: F841  so that what only they still refer to can be collected
-    gc.collect()
     if release_memory:
+        gc.collect()
         _release_memory(report, reserved)
-    remaining = _live_graphs()
     report.live_graphs_after = len(remaining)
     for graph in islice(remaining, _MAX_HOLDERS):  # a slice would be one more holder
         report.remaining.append(Remainder(f"CUDAGraph at {id(graph):#x}", held_by(graph, besides=remaining)))

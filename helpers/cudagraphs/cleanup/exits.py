@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -22,6 +23,7 @@ from cudagraphs.cleanup.watchdog import Watchdog, say
 DEFAULT_LIMIT_S = 8.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _RESCUE_LOCK_S = 0.5
+_LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
 
 
 class SignalExit(SystemExit):
@@ -49,6 +51,7 @@ class Exits:
         self.watchdog = Watchdog(self._rescue, who_keeps_graphs)
         self.previous: dict[int, Any] = {}
         self._signal_tokens: dict[int, int] = {}
+        self._interrupted_at = float("-inf")
         self._wakeup: tuple[int, int] | None = None
         self._token: int | None = None
 
@@ -120,7 +123,8 @@ class Exits:
         """A thread: start the deadline at the moment a signal arrives, whatever the main thread is doing."""
         while data := os.read(reader, 64):
             for signum in data:
-                if self._ends_process(signum) and self.signum is None and not self.leaving:
+                handled = time.monotonic() - self._interrupted_at < _LISTENER_LAG_S and signum == signal.SIGINT
+                if self._ends_process(signum) and self.signum is None and not self.leaving and not handled:
                     self._arm_signal(signum)
         os.close(reader)
 
@@ -139,6 +143,7 @@ class Exits:
             return  # on the way out already, and the deadline bounds it
         if signum == signal.SIGINT:
             # A program may catch KeyboardInterrupt and go on; a deadline starts once it really leaves.
+            self._interrupted_at = time.monotonic()
             self.watchdog.disarm(self._signal_tokens.pop(signum, -1))
             raise KeyboardInterrupt
         self.signum, self.fault = signum, True
@@ -164,13 +169,13 @@ class Exits:
             self.leaving = True
             status = {"status": 128 + self.signum} if self.signum is not None else {}
             self._token = self.watchdog.arm(self.limit, "teardown", **status)
+            self.watchdog.disarm(self._signal_tokens.pop(signal.SIGINT, -1))
         self._delete()
         if self.fault:
             self._abort()
 
     def _delete(self, lock_timeout: float = -1) -> None:
-        # With peers, a collective may be stuck on the device, and giving memory back would wait for it.
-        report = delete_cuda_graphs(release_memory=groups.world_size() == 1, lock_timeout=lock_timeout)
+        report = delete_cuda_graphs(release_memory=False, lock_timeout=lock_timeout)
         for line in report.problems():
             say(line)
         if self.last_report is None or report.found:
