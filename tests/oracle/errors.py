@@ -61,6 +61,56 @@ CONFIG_ERRORS = (
     ("INFOPT_TE_GROUPED_GEMM", "ValueError", r"TE GroupedGEMM is not supported with CUDA graphs", None),
 )
 
+# Delayed weight gradients inside a graph: the same three checks in validate_args and in Bridge's comm_overlap.py.
+_WEIGHT_GRADIENT = r"CUDA graph with delay_wgrad_compute "
+_WEIGHT_GRADIENT_ERRORS = (
+    ("DWG_TE_2_12", "AssertionError", _WEIGHT_GRADIENT + r"requires TE version >= 2\.12", None),
+    ("DWG_FUSION", "AssertionError", _WEIGHT_GRADIENT + r"requires gradient_accumulation_fusion", None),
+    ("DWG_ATTN_BIAS", "AssertionError", _WEIGHT_GRADIENT + r"does(n't| not) support att\w+ bias", None),
+)
+
+# megatron/training/arguments.py, 0.17 to 0.19.
+MEGATRON_LM_ERRORS = (
+    ("OPTION_INVALID", "SystemExit", r"invalid choice", None),
+    ("LEGACY_AND_IMPL", "AssertionError", r"Do not use --enable-cuda-graph or --external", None),
+    ("SCOPE_AND_MODULES", "AssertionError", r"--cuda-graph-scope .*--cuda-graph-modules", None),
+    ("LM_NAN_CHECK", "AssertionError", r"--no-check-for-nan-in-loss-and-grad should be set", None),
+    ("LM_EXPANDABLE_SEGMENTS", "AssertionError", r"NCCL_GRAPH_REGISTER=0 to avoid illegal memory access", None),
+    ("LM_PAD_EXPERTS", "AssertionError", r"--moe-pad-experts-for-cuda-graph-inference must be set", None),
+    ("LM_INF_BLOCK_FP8", "AssertionError", r"fp8 with --inference-cuda-graph-scope=block", None),
+    ("LM_INF_BLOCK_RECIPE", "AssertionError", r"Only --fp8-recipe=mxfp8 is supported with --inference", None),
+    ("FI_MODULES_NOT_EMPTY", "AssertionError", r"--cuda-graph-modules must be empty", None),
+    *_WEIGHT_GRADIENT_ERRORS,
+    *CONFIG_ERRORS,
+)
+
+# megatron/bridge/training/config.py, utils/cuda_graph.py, models/gpt_provider.py, training/comm_overlap.py; 0.3 to 0.6.
+BRIDGE_ERRORS = (
+    ("BRIDGE_NAN_CHECK", "AssertionError", r"check_for_nan_in_loss must be disabled", None),
+    ("BRIDGE_RNG_TRACKER", "AssertionError", r"RNG tracker is required for cudagraphs", None),
+    ("BRIDGE_LOCAL", "ValueError", r"only for full-iteration CUDA graphs", None),
+    ("BRIDGE_PACKING_PAD", "ValueError", r"Offline packing with CUDA graphs requires dataset pad_to_max_length", None),
+    ("BRIDGE_PACKING_CU_SEQLENS", "ValueError", r"Packed attention CUDA graphs require", None),
+    *_WEIGHT_GRADIENT_ERRORS,
+    *CONFIG_ERRORS,
+)
+
+# nemo_automodel/components/models/common/utils.py: CudaGraphConfig and BackendConfig, 0.7.
+AUTOMODEL_ERRORS = (
+    ("AUTOMODEL_UNKNOWN_KEY", "TypeError", r"unexpected keyword argument", None),
+    ("AUTOMODEL_TYPE", "TypeError", r"cuda_graph(\.modules)? (entries )?must be", None),
+    ("AUTOMODEL_UNKNOWN", "ValueError", r"Unsupported cuda_graph\.modules", None),
+    ("AUTOMODEL_DUPLICATES", "ValueError", r"must not contain duplicates", None),
+    ("AUTOMODEL_ATTN_AND_TE_DPA", "ValueError", r"cannot contain both 'attn' and 'te_dpa'", None),
+    ("AUTOMODEL_PREPROCESS_NEEDS_ROUTER", "ValueError", r"'moe_preprocess' .* requires 'moe_router'", None),
+    ("AUTOMODEL_ATTN_BACKEND", "ValueError", r"requires attn='te'", None),
+    ("AUTOMODEL_ATTN_LINEAR", "ValueError", r"requires linear='torch'", None),
+    ("AUTOMODEL_ATTN_RMS_NORM", "ValueError", r"requires rms_norm='torch'", None),
+    ("AUTOMODEL_FP8_DPA", "ValueError", r"requires BF16 dot-product attention", None),
+    ("AUTOMODEL_FAKE_GATE", "ValueError", r"requires the learned Gate", None),
+    ("AUTOMODEL_PREPROCESS_DISPATCHER", "ValueError", r"requires dispatcher='hybridep'", None),
+)
+
 
 def identify(error: dict[str, str], table=CONFIG_ERRORS) -> str:
     """The id of an error in the workers' format ({"type", "text", "in"})."""

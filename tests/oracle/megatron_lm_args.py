@@ -210,6 +210,10 @@ def cases(minor: str) -> Iterator[dict]:
             yield {"id": f"{number}:{position}", "argv": [*graph, *nan, *extra], "env": env}
     yield from _weight_gradient_cases(option, moe, two)
     if minor != "0.17":
+        both = ["--cuda-graph-scope", "attn", "--cuda-graph-modules", "mlp"]
+        for position, impl in enumerate(impls):
+            yield {"id": f"both:{position}", "argv": ["--cuda-graph-impl", impl, *both]}
+    if minor != "0.17":
         yield from _inference_cases(impls)
 
 
