@@ -11,7 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cudagraphs.rules import arguments, bridge, capture, config, moe, names, overlap, recompute, reported
+from cudagraphs.rules import (
+    arguments,
+    automodel,
+    bridge,
+    capture,
+    config,
+    moe,
+    names,
+    overlap,
+    pytorch,
+    recompute,
+    reported,
+)
 from cudagraphs.rules.base import Example, Finding, GraphState, Member, Rule
 from cudagraphs.rules.evaluate import graph_state, judge
 from cudagraphs.rules.registry import REGISTRY
@@ -24,8 +36,10 @@ TOPICS = {
     "3": ("Overlap and delayed weight gradients", overlap),
     "4": ("Megatron-LM's command line", arguments),
     "5": ("Megatron Bridge", bridge),
+    "6": ("NeMo AutoModel", automodel),
     "7": ("Capture and environment", capture),
     "8": ("Reported failures", reported),
+    "9": ("Plain PyTorch, FSDP and DeepSpeed", pytorch),
 }
 for _, _module in TOPICS.values():
     REGISTRY.add(*_module.RULES)

@@ -64,6 +64,27 @@ BESIDE: dict[str, Any] = {
     "harness.cuda_graph_scope": None,
     "arguments.inference_batch_times_seqlen_threshold": -1,
     "arguments.inference_dynamic_batching_num_cuda_graphs": 16,
+    "torch.capture": "none",
+    "torch.optimizer": None,
+    "torch.optimizer_in_graph": False,
+    "torch.optimizer_capturable": False,
+    "torch.lr_is_tensor": False,
+    "torch.fsdp": None,
+    "torch.reshard_after_forward": None,
+    "torch.checkpoint_in_graph": False,
+    "torch.checkpoint_preserve_rng_state": None,
+    "torch.dynamic_shapes": False,
+    "torch.grad_scaler": False,
+    "torch.ddp": False,
+    "torch.warmup_iterations": 0,
+    "torch.gradient_accumulation": 1,
+    "torch.grads_cloned": False,
+    "deepspeed.zero_stage": 0,
+    "deepspeed.enable_cuda_graph": False,
+    "automodel.router_replay": False,
+    "automodel.score_correction_bias": False,
+    "automodel.repeated_mtp_layer": False,
+    "automodel.shared_modules": False,
     "arguments.perform_rl_step": False,
     "arguments.rl_persist_cuda_graphs": False,
     "arguments.rl_training_cuda_graphs": False,
@@ -83,8 +104,20 @@ NOT_FROM_CHECKPOINTS = frozenset(
 # ... except for this family, whose provider classes recompute by default
 RECOMPUTES_BY_CLASS = "sarvam"
 
-# What other frameworks make of the same settings. Source: megatron/training/arguments.py 0.19.2 (one flag for both NaN checks).
+# What other frameworks make of the same settings, and their own. Source: megatron/training/arguments.py 0.19.2 (one flag for both
+# NaN checks); nemo_automodel/components/models/common/utils.py 0.7.0, where Transformer Engine is installed.
 BY_FRAMEWORK: dict[str, dict[str, Any]] = {
+    "nemo-automodel": {
+        "backend.cuda_graph.modules": [],
+        "backend.attn": "te",
+        "backend.linear": "te",
+        "backend.rms_norm": "torch_fp32",
+        "backend.rope_fusion": True,
+        "backend.fake_balanced_gate": False,
+        "backend.te_fp8.recipe.fp8_dpa": False,
+        "distributed.pp_size": 1,
+        "distributed.activation_checkpointing": False,
+    },
     "megatron-lm": {"ddp.check_for_nan_in_grad": True},
 }
 
