@@ -68,6 +68,13 @@ MIXED_PRECISION_FIELDS = {
 }  # fmt: skip
 # Transformer configurations of megatron-core itself: what is not set holds the default of the release.
 CORE_CONFIGS = frozenset({"TransformerConfig", "MLATransformerConfig", "CoreTransformerConfig"})
+# Providers that are known without their source: TransformerConfig's defaults but for these (`...` is decided at run time).
+# Source: models/gpt_provider.py and models/mla_provider.py of megatron-bridge 0.3 to 0.6.
+PLAIN_PROVIDERS = frozenset({"GPTModelProvider", "MLAModelProvider"})
+PLAIN_PROVIDER_DEFAULTS = {
+    "attention_softmax_in_fp32": False, "deallocate_pipeline_outputs": True, "masked_softmax_fusion": True,
+    "cross_entropy_loss_fusion": True, "gradient_accumulation_fusion": ...,
+}  # fmt: skip
 # Fields that mixed precision writes onto the model when training starts (update_config_with_precision_overrides).
 PRECISION_TO_MODEL = ("fp8", "fp8_recipe", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention", "fp4", "fp4_recipe")
 PRECISION_TO_DDP = ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
@@ -123,7 +130,7 @@ class BridgeClasses(Classes):
             found = self._class_default(interpreter, obj, name)
             if found is not None:
                 return found[0]
-        return UnknownValue(obj.open_reason or f"the default of `{cls}.{name}` is not known")
+        return UnknownValue(obj.open_reason or self.why_unknown(obj, name))
 
     def _class_default(self, interpreter: Interpreter, obj: Object, name: str) -> tuple[Any] | None:
         """The default in a tuple, or None where it cannot be told."""
@@ -139,7 +146,15 @@ class BridgeClasses(Classes):
             return self._core(name)
         if isinstance(obj.class_value, ClassValue):
             return self._from_source(interpreter, obj.class_value, name)
+        if cls in PLAIN_PROVIDERS:
+            value = PLAIN_PROVIDER_DEFAULTS.get(name, self.core.get(name, ...))
+            return None if value is ... else (value,)
         return None
+
+    def why_unknown(self, obj: Object, name: str) -> str:
+        if isinstance(obj.class_value, ClassValue) or obj.class_name in PLAIN_PROVIDERS:
+            return f"the default of `{obj.class_name}.{name}` is not known"
+        return f"the source of `{obj.class_name}` was not found"
 
     def _from_checkpoint(self, obj: Object, name: str) -> bool:
         """Whether the object is a provider filled from a checkpoint and the field one that no checkpoint sets."""
@@ -393,10 +408,15 @@ def _model_facts(interpreter: Interpreter, model: Any, classes: BridgeClasses) -
                 facts[key] = _fact(slot)
     # where the class is known, what the recipe leaves alone holds the class's default, which may differ from TransformerConfig's
     for name in classes.core_fields:
-        if name not in facts and (not model.open_reason or classes._from_checkpoint(model, name)):
-            found = classes._class_default(interpreter, model, name)
-            if found is not None and not isinstance(found[0], (UnknownValue, Object)):
-                facts[name] = Known(_plain(found[0]), None, "default")
+        if name in facts or model.open_reason and not classes._from_checkpoint(model, name):
+            continue
+        found = classes._class_default(interpreter, model, name)
+        if found is None and model.class_name not in CORE_CONFIGS:
+            facts[name] = Unknown(classes.why_unknown(model, name))
+        elif found is not None and isinstance(found[0], UnknownValue):
+            facts[name] = Unknown(found[0].reason)
+        elif found is not None and not isinstance(found[0], Object):
+            facts[name] = Known(_plain(found[0]), None, "default")
     return facts
 
 
