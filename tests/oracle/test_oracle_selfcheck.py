@@ -16,58 +16,45 @@ import wheels
 from oracle import errors, lattice, megatron_lm_args, protocol, record, transformer_config
 
 ON = {"cuda_graph_impl": "transformer_engine"}
+DELAYED = {**ON, "cuda_graph_modules": ["attn"], **lattice.OVERLAP, "delay_wgrad_compute": True}
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-# (minor, fields, Transformer Engine, verdict, error id or normalised modules); each is in the release's own source
-KNOWN = [
-    pytest.param("0.14", {"enable_cuda_graph": True}, None, "accepted", "full", id="legacy flag of 0.14"),
-    pytest.param("0.14", {**ON}, None, "rejected", "UNKNOWN_FIELD", id="impl before it existed"),
-    pytest.param("0.15", {**ON, **FULL_RECOMPUTE}, None, "rejected", "RECOMPUTE_ANY", id="0.15 refuses any recompute"),
-    pytest.param(
-        "0.16", {**ON, "cuda_graph_scope": "moe"}, None, "rejected", "MOE_ON_DENSE", id="moe scope on a dense model"
-    ),
-    pytest.param(
-        "0.19", {**ON, "cuda_graph_scope": ["attn"]}, None, "accepted", ["attn"], id="old field name still migrates"
-    ),
-    pytest.param("0.19", {**ON, **FULL_RECOMPUTE}, None, "rejected", "FULL_RECOMPUTE", id="full recompute"),
-    pytest.param("0.19", {}, None, "accepted", [], id="no graphs at all"),
-    pytest.param("0.19", {**ON, "num_moe_experts": 0}, None, "baseline_rejected", None, id="refused without graphs too"),
-]
+# what it is: (minor, request, verdict, error id or normalised modules); each is in the release's own source
+KNOWN = {
+    "legacy flag of 0.14": ("0.14", {"fields": {"enable_cuda_graph": True}}, "accepted", "full"),
+    "impl before it existed": ("0.14", {"fields": ON}, "rejected", "UNKNOWN_FIELD"),
+    "moe scope on a dense model": ("0.17", {"fields": {**ON, "cuda_graph_scope": "moe"}}, "rejected", "MOE_ON_DENSE"),
+    "no graphs at all": ("0.19", {"fields": {}}, "accepted", []),
+    "old field name still migrates": ("0.19", {"fields": {**ON, "cuda_graph_scope": ["attn"]}}, "accepted", ["attn"]),
+    "full recompute": ("0.19", {"fields": {**ON, **FULL_RECOMPUTE}}, "rejected", "FULL_RECOMPUTE"),
+    "refused without graphs too": ("0.19", {"fields": {**ON, "num_moe_experts": 0}}, "baseline_rejected", None),
+    "finalized once": ("0.19", {"fields": {"external_cuda_graph": True}}, "accepted", []),
+    "finalized twice": ("0.19", {"fields": {"external_cuda_graph": True}, "then": {}}, "rejected", "LEGACY_AND_IMPL"),
+    "old Transformer Engine": ("0.19", {"fields": DELAYED, "te": "2.9.0"}, "rejected", "DWG_TE_2_10"),
+    "new Transformer Engine": ("0.19", {"fields": DELAYED, "te": "2.10.0"}, "accepted", ["attn"]),
+    "no Transformer Engine": ("0.19", {"fields": DELAYED, "te": None}, "rejected", "DWG_TE_2_10"),
+}
 
 
-def oracle_answer(minor, request):
+@pytest.mark.wheels
+@pytest.mark.parametrize("minor", sorted({minor for minor, *_ in KNOWN.values()}))
+def test_known_answers(minor):
     pytest.importorskip("torch")
     wheels.fetch_or_skip("megatron-core", transformer_config.full_version(minor))
-    return next(transformer_config.ask(minor, [request]))
-
-
-@pytest.mark.wheels
-@pytest.mark.parametrize(("minor", "fields", "te", "verdict", "detail"), KNOWN)
-def test_known_answers(minor, fields, te, verdict, detail):
-    answer = oracle_answer(minor, {"id": 1, "fields": fields, "te": te})
-    assert answer["verdict"] == verdict, answer
-    if verdict == "accepted":
-        assert answer["normalized"]["modules"] == detail
-    elif verdict == "rejected":
-        assert errors.identify(answer["error"]) == detail
-
-
-@pytest.mark.wheels
-def test_second_finalization_is_asked_for_by_then():
-    fields = {"external_cuda_graph": True}
-    assert oracle_answer("0.19", {"fields": fields})["verdict"] == "accepted"
-    again = oracle_answer("0.19", {"fields": fields, "then": {}})
-    assert errors.identify(again["error"]) == "LEGACY_AND_IMPL"
-
-
-@pytest.mark.wheels
-def test_a_sample_of_the_recorded_answers_still_holds():
-    sample = [pair for position, pair in enumerate(record.load("0.19")) if position % 997 == 0]
-    pytest.importorskip("torch")
-    wheels.fetch_or_skip("megatron-core", transformer_config.full_version("0.19"))
-    answers = list(transformer_config.ask("0.19", [request for request, _ in sample]))
-    assert [answer["verdict"] for answer in answers] == [recorded["verdict"] for _, recorded in sample]
-    print(f"\n{len(sample)} recorded answers asked again")
+    known = {name: rest for name, (version, *rest) in KNOWN.items() if version == minor}
+    sample = [pair for position, pair in enumerate(record.load(minor)) if position % 997 == 0]
+    requests = [request for request, *_ in known.values()] + [request for request, _ in sample]
+    answers = list(transformer_config.ask(minor, requests))
+    for (name, (_, verdict, detail)), answer in zip(known.items(), answers):
+        assert answer["verdict"] == verdict, (name, answer)
+        if verdict == "accepted":
+            assert answer["normalized"]["modules"] == detail, name
+        elif verdict == "rejected":
+            assert errors.identify(answer["error"]) == detail, name
+    # and a sample of the recorded answers still holds
+    again = [answer["verdict"] for answer in answers[len(known) :]]
+    assert again == [recorded["verdict"] for _, recorded in sample]
+    print(f"\nmegatron-core {minor}: {len(known)} known answers, {len(sample)} recorded ones asked again")
 
 
 @pytest.mark.parametrize("target", record.TARGETS)
