@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cudagraphs.rules.evaluate import explore
+from cudagraphs.rules.evaluate import PATTERNS, explore
 from cudagraphs.settings import Settings
 
 TRAITS = ("moe", "mamba", "gdn", "vlm", "mtp")
@@ -88,11 +88,11 @@ def _known(settings: Settings, trait: str) -> Trait | None:
         parallel = value_of(settings, "expert_model_parallel_size")
         if isinstance(parallel, int) and parallel > 1:
             return Trait(True, "inferred", f"inferred from expert_model_parallel_size={parallel}")
-    if trait == "mamba" and "hybrid_layer_pattern" in facts or trait == "mamba" and "model.hybrid_override_pattern" in facts:
-        name = "hybrid_layer_pattern" if "hybrid_layer_pattern" in facts else "model.hybrid_override_pattern"
-        pattern = value_of(settings, name)
-        if isinstance(pattern, str):
-            return Trait("M" in pattern, "known", f"{name} is {pattern[:24]}{'...' if len(pattern) > 24 else ''}")
+    if trait == "mamba":
+        for name in PATTERNS:
+            pattern = value_of(settings, name) if name in facts else None
+            if isinstance(pattern, str):
+                return Trait("M" in pattern, "known", f"{name} is {pattern[:24]}{'...' if len(pattern) > 24 else ''}")
     if trait == "gdn":
         variant = value_of(settings, "experimental_attention_variant")
         if variant == "gated_delta_net":

@@ -102,8 +102,9 @@ def choice_text(fact: Choice) -> str:
     def visit(side: Fact) -> None:
         if isinstance(side, Choice):
             branches.append(f"`{side.branch.text}` ({side.branch.source})")
-            visit(side.if_true)
-            visit(side.if_false)
+            sides = (side.if_false, side.if_true) if side.branch.default is False else (side.if_true, side.if_false)
+            visit(sides[0])
+            visit(sides[1])
         else:
             values.append(_value(side.value) if isinstance(side, Known) else "unknown")
 

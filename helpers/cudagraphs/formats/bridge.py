@@ -21,6 +21,7 @@ from cudagraphs.formats.values import (
     Site,
     Slot,
     UnknownValue,
+    choose,
 )
 from cudagraphs.rules import defaults
 from cudagraphs.rules.base import Member
@@ -277,6 +278,9 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
         interpreter.set_attribute(arguments[0], "cuda_graph_impl", "full_iteration" if has_modules else "local", site)
         set_modules(interpreter, [arguments[0], interpreter.new_list([] if has_modules else ["full_iteration"])], {}, call)
 
+    def get_precision(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Any:
+        return mixed_precision(interpreter, arguments[0] if arguments else keywords.get("name"))
+
     def nothing(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
         return None
 
@@ -294,6 +298,7 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
         "set_cuda_graph_modules": set_modules,
         "clear_cuda_graph_modules": clear_modules,
         "set_full_iteration_cuda_graph": set_full_iteration,
+        "get_mixed_precision_config": get_precision,
         "get_rank_safe": lambda *_: 0,
         "warn_deprecated_model": nothing,
         "torch.cuda.is_available": on_gpu,
@@ -342,7 +347,7 @@ def facts_of(interpreter: Interpreter, config: Any, classes: BridgeClasses) -> d
         value = interpreter.attribute(config, name)
         facts.update(_section_facts(interpreter, name, value, config.slots.get(name), classes))
     _environment(facts, interpreter, config)
-    _precision(facts, interpreter, config)
+    _precision(facts, interpreter, config, classes)
     _overlap(facts)
     _packing(facts)
     return facts
@@ -440,33 +445,48 @@ def _environment(facts: dict[str, Fact], interpreter: Interpreter, config: Objec
             facts[f"env.{name}"] = _fact(slot)
 
 
-def _precision(facts: dict[str, Fact], interpreter: Interpreter, config: Object) -> None:
+def mixed_precision(interpreter: Interpreter, value: Any) -> Any:
+    """The configuration object that a mixed precision's name stands for, as upstream's `get_mixed_precision_config` gives it."""
+    if isinstance(value, ChoiceValue):
+        sides = (mixed_precision(interpreter, side) for side in (value.if_true, value.if_false))
+        return choose(value.branch, *sides)
+    if isinstance(value, UnknownValue) and isinstance(value.default, str):
+        at_default = Branch(f"{value.reason.removeprefix('it comes from ')} is left at its default", Source("", 0), True)
+        return choose(at_default, mixed_precision(interpreter, value.default), UnknownValue(value.reason))
+    if not isinstance(value, str):
+        return value
+    frame = interpreter.frames[0]
+    factory = interpreter.imported("megatron.bridge.training.mixed_precision", value.replace("-", "_"), frame.module)
+    if isinstance(factory, External):
+        return UnknownValue(f"the source of the mixed precision {value!r} was not found")
+    name = ast.Name(value, lineno=1, col_offset=0)
+    return interpreter.call(factory, [], {}, Call(ast.Call(name, [], [], lineno=1, col_offset=0), frame, {}))
+
+
+def _precision(facts: dict[str, Fact], interpreter: Interpreter, config: Object, classes: BridgeClasses) -> None:
     """Mixed precision is copied onto the model and the DDP configuration when training starts."""
-    precision = interpreter.attribute(config, "mixed_precision")
-    if isinstance(precision, UnknownValue) and isinstance(precision.default, str):
-        precision = precision.default
-    if isinstance(precision, str):
-        named = interpreter._imported_name(
-            ast.ImportFrom("megatron.bridge.training.mixed_precision", [ast.alias(precision)], 0), precision,
-            next(iter(interpreter.frames)).module,
-        )  # fmt: skip
-        source = facts.get("mixed_precision")
-        frame = next(iter(interpreter.frames))
-        call = Call(ast.Call(ast.Name(precision, lineno=1, col_offset=0), [], [], lineno=1, col_offset=0), frame, {})
-        precision = interpreter.call(named, [], {}, call) if not isinstance(named, External) else UnknownValue(
-            "the source of the named mixed precision was not found")  # fmt: skip
-        facts["mixed_precision.name"] = source or Unknown("it is not known")
+    given = interpreter.attribute(config, "mixed_precision")
+    name = given.default if isinstance(given, UnknownValue) and given.has_default else given
+    if isinstance(name, str):
+        facts["mixed_precision.name"] = facts.get("mixed_precision", Known(name))
+    facts.update(_precision_facts(interpreter, mixed_precision(interpreter, given), classes))
+    for target in PRECISION_TO_DDP:
+        if f"ddp.{target}" in facts:
+            facts[target] = facts[f"ddp.{target}"]
+
+
+def _precision_facts(interpreter: Interpreter, precision: Any, classes: BridgeClasses) -> dict[str, Fact]:
+    if isinstance(precision, ChoiceValue):
+        return _both_sides(precision, classes, lambda side: _precision_facts(interpreter, side, classes))
+    facts: dict[str, Fact] = {}
     for name in (*PRECISION_TO_MODEL, *PRECISION_TO_DDP):
         target = name if name in PRECISION_TO_MODEL else f"ddp.{name}"
         if isinstance(precision, Object):
-            slot = precision.slots.get(name)
-            value = interpreter.attribute(precision, name) if slot is None else slot.value
-            facts[target] = _fact(slot or Slot(value))
+            facts[target] = _fact(precision.slots.get(name) or Slot(interpreter.attribute(precision, name)))
         elif precision is not None:
-            facts[target] = Unknown("the mixed precision is not followed")
-    if isinstance(precision, Object):
-        for target in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
-            facts[target] = facts[f"ddp.{target}"]
+            reason = precision.reason if isinstance(precision, UnknownValue) else "the mixed precision is not followed"
+            facts[target] = Unknown(reason)
+    return facts
 
 
 def _overlap(facts: dict[str, Fact]) -> None:

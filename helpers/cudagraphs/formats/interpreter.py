@@ -33,6 +33,7 @@ from cudagraphs.formats.values import (
     Slot,
     UnknownValue,
     choose,
+    decided,
     lift,
     truth,
 )
@@ -620,6 +621,10 @@ class Interpreter:
             parts = module.package.split(".") if module.package else []
             parts = parts[: len(parts) - (node.level - 1)]
             base = ".".join([*parts, base] if base else parts)
+        return self.imported(base, name, module)
+
+    def imported(self, base: str, name: str, module: Module) -> Any:
+        """What `from base import name` gives in `module`."""
         dotted = f"{base}.{name}" if base else name
         if self._intrinsic(dotted) is not None or (name in self.classes.opaque and dotted.startswith("megatron.")):
             return External(dotted)
@@ -817,16 +822,29 @@ class Interpreter:
             if verdict is stops_on:
                 return result
             following = self.evaluate(operand, frame)
-            if isinstance(verdict, bool):
-                result = following
-                continue
-            decisive = truth(following)
-            if decisive is stops_on and isinstance(following, bool):
+            if isinstance(following, bool) and following is stops_on and not isinstance(verdict, ChoiceValue):
                 result = following
             else:
-                combine = (lambda a, b: a or b) if stops_on else (lambda a, b: a and b)
-                result = lift(combine, verdict, decisive)
+                result = self._either(verdict, stops_on, result, following)
         return result
+
+    def _either(self, verdict: Any, stops_on: bool, left: Any, right: Any) -> Any:
+        """`left or right` (stops_on True) or `left and right`, where `verdict` is the truth of `left`."""
+        if isinstance(verdict, ChoiceValue):
+            branch = verdict.branch
+            sides = (
+                self._either(verdict.if_true if side else verdict.if_false, stops_on,
+                             decided(left, branch, side), decided(right, branch, side))
+                for side in (True, False)
+            )  # fmt: skip
+            return choose(branch, *sides)
+        if not isinstance(verdict, UnknownValue):
+            return left if bool(verdict) is stops_on else right
+        taken = left if verdict.has_default and bool(verdict.default) is stops_on else right
+        taken = taken.default if isinstance(taken, UnknownValue) else taken
+        if not verdict.has_default or taken is MISSING or isinstance(taken, ChoiceValue):
+            return UnknownValue(verdict.reason)
+        return UnknownValue(verdict.reason, taken)
 
     def _eval_Compare(self, node: ast.Compare, frame: Frame) -> Any:
         left = self.evaluate(node.left, frame)
