@@ -167,6 +167,8 @@ def _setup(args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict,
     changes: list[str] = []
     wanted = None
     extra: dict = {}
+    if args.recipe and stack != "megatron-core":
+        raise UsageError(f"--recipe needs --stack megatron-core, and {stack} is what is there")
     if args.recipe:
         model, shape, changes, wanted, extra = _recipe(args, here.world, int(0.7 * machine["free_bytes"]))
     else:
@@ -353,11 +355,12 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     peers = here.agree("verdicts", {
         "problems": {out["name"]: report.problem(out) for out in results if report.problem(out)}, "code": code,
     })
+    here.leave()
     versions = {"python": platform.python_version(), **found}
     versions |= {name: probe[name] for name in ("torch_cuda", "cudnn", "nccl") if name in probe}
     result = {
         "schema_version": report.SCHEMA_VERSION, "tool": "smoke_capture",
-        "command": shlex.join(["python", "helpers/smoke_capture.py", *argv]),
+        "command": shlex.join(["python", "helpers/smoke_capture.py", *_without_output(argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "revision": _revision(args.revision), "seed": args.seed,
         "machine": _machine(probe, args), "versions": versions, "stack": stack, "model": setup["model"],
         "precision": args.precision, "dropout": args.dropout, "shape": setup["shape"], "config": setup["config"],
@@ -368,6 +371,20 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
         "seconds": {"total": time.monotonic() - begin, "phases": session.seconds}, "processes_at_once": effort.jobs,
     }
     return result, max(peer["code"] for peer in peers)
+
+
+def _without_output(argv: Sequence[str]) -> list[str]:
+    """The arguments that decide the result: where it was written and what recorded it does not matter."""
+    out, skip = [], False
+    for word in argv:
+        name = word.split("=")[0]
+        if skip and not word.startswith("--"):
+            skip = False
+            continue
+        skip = name in ("--json", "--plot", "--revision") and "=" not in word
+        if name not in ("--json", "--plot", "--revision", "--quiet"):
+            out.append(word)
+    return out
 
 
 def _graph_environment() -> dict[str, str]:

@@ -92,7 +92,6 @@ class Worker:
         seconds = counted.span() if self.trainer.captures_in_step else wall
         after = memory.snapshot(self.device)
         self.memory |= {"before_capture": counted.before or before, "after_capture": counted.after or after}
-        # TE and torch restore no peak; the peak of interest is the one of captured training.
         self._reset_peak()
         return {"captures": counted.captures, "seconds": seconds if counted.captures else 0.0, "record": self._take()}
 
@@ -149,6 +148,8 @@ class Worker:
         On a GPU each step is the distance of two events on the current stream, so the host may run ahead as it does in
         training; `wall` is the host's clock over the whole turn, to check the events against.
         """
+        if self.digester is not None:
+            self._forget_digests()
         for _ in range(command.get("lead", 1)):
             self._plain_step()
         self._synchronize()
@@ -171,6 +172,7 @@ class Worker:
 
         from delete_graphs import delete_cuda_graphs
 
+        self.memory["peak"] = memory.peak(self.device)
         start = time.perf_counter()
         self._synchronize()
         report = delete_cuda_graphs(release_memory=False)
@@ -215,6 +217,16 @@ class Worker:
     def _plain_step(self) -> None:
         self.trainer.step(self.batches.at("train", self.index))
         self.index += 1
+
+    def _forget_digests(self) -> None:
+        """From here on the peak of memory is that of training alone: digests hold signs and weights for every parameter."""
+        self.digester = None
+        gc.collect()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        self._reset_peak()
 
     def _take(self) -> dict:
         """The record since the last take, so that no step travels twice."""
@@ -427,11 +439,19 @@ def _failure(phase: str, error: BaseException, worker: Worker) -> dict:
             figures = {**memory.snapshot(worker.device), "peak": memory.peak(worker.device)}
         except Exception:  # the context is gone; the message still tells the cause
             figures = None
-    stack = "".join(traceback.format_exception(error))
+    stack = portable("".join(traceback.format_exception(error)))
     return {
-        "phase": phase, "type": type(error).__name__, "message": str(error), "traceback": stack[-8000:], "memory": figures,
+        "phase": phase, "type": type(error).__name__, "message": portable(str(error)), "traceback": stack[-8000:],
+        "memory": figures,
         "last": worker.last,
     }
+
+
+def portable(text: str) -> str:
+    """The text with file names as they are below an import root: where packages are installed is nobody's business."""
+    for root in sorted({path.rstrip("/") + "/" for path in sys.path if path.startswith("/")}, key=len, reverse=True):
+        text = text.replace(root, "")
+    return text
 
 
 @contextmanager

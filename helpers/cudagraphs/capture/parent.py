@@ -268,18 +268,23 @@ class Session:
         return self._limits.get(phase, self._limits["default"])
 
     def ask(self, children: Iterable[Child], command: dict) -> list[Child]:
-        """Gives the command to every child that is alive, all at once. Returns those that answered it on every rank."""
+        """Gives the command to every child that is alive. Returns those that answered it on every rank.
+
+        All children work at once on one GPU, one after the other on several: collectives of different process groups that
+        wait for one another on the same GPUs make hardly any progress.
+        """
         phase = command["do"]
         asked = [child for child in children if child.alive]
-        with self._lock.held(alone=phase in MEASURING):
-            begin = time.monotonic()
-            for child in asked:
-                child.answers.pop(phase, None)
-                child.send(command)
-            self._collect(asked, phase, begin + self.limit(phase))
-        for child in asked:
-            self._agree(child, phase)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - begin
+        for group in [asked] if self._ranks.world == 1 else [[child] for child in asked]:
+            with self._lock.held(alone=phase in MEASURING):
+                begin = time.monotonic()
+                for child in group:
+                    child.answers.pop(phase, None)
+                    child.send(command)
+                self._collect(group, phase, begin + self.limit(phase))
+            for child in group:
+                self._agree(child, phase)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - begin
         return [child for child in asked if child.failure is None]
 
     def _collect(self, asked: list[Child], phase: str, end: float) -> None:

@@ -29,6 +29,9 @@ class Ranks:
         """(rank, message) if another rank told of a failure of the variant."""
         return None
 
+    def leave(self) -> None:
+        """Called last. The rank that holds the store stays until the others have read what they need."""
+
 
 class StoreRanks(Ranks):
     """Ranks that meet in a key-value store with the methods set, get, wait and check of torch.distributed.Store."""
@@ -55,6 +58,12 @@ class StoreRanks(Ranks):
             return None
         rank, message = json.loads(self._store.get(key))
         return None if rank == self.rank else (rank, message)
+
+    def leave(self) -> None:
+        keys = [f"left/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], "1")
+        if self.rank == 0:
+            self._store.wait(keys, self._limit)
 
 
 def from_environment(limit_s: float) -> Ranks:

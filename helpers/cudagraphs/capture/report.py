@@ -18,7 +18,10 @@ def assess(outcomes: dict[str, Outcome], jobs: dict[str, dict], rules: dict[str,
     """
     eager, repeat = outcomes[EAGER.name], outcomes.get(REPEAT)
     noise = _noise(eager, repeat)
-    return [_one(outcome, eager, jobs[name], rules.get(name), noise, exit_limit_s) for name, outcome in outcomes.items()]
+    drift = _parity(repeat, eager, jobs[REPEAT], None) if repeat else None
+    return [
+        _one(outcome, eager, jobs[name], rules.get(name), noise, drift, exit_limit_s) for name, outcome in outcomes.items()
+    ]
 
 
 def _noise(eager: Outcome, repeat: Outcome | None) -> float:
@@ -27,7 +30,10 @@ def _noise(eager: Outcome, repeat: Outcome | None) -> float:
     return timing.noise(timing.speedup(eager.rounds_ms, repeat.rounds_ms))
 
 
-def _one(outcome: Outcome, eager: Outcome, job: dict, rule: dict | None, noise: float, exit_limit_s: float) -> dict:
+def _one(
+    outcome: Outcome, eager: Outcome, job: dict, rule: dict | None, noise: float, drift: dict | None, exit_limit_s: float
+) -> dict:
+    """`noise` and `drift` are what eager differs from its own repeat, in speed and in numbers."""
     baseline = job["impl"] == EAGER.impl
     dry = job["device"] != "cuda"
     out = {
@@ -39,7 +45,7 @@ def _one(outcome: Outcome, eager: Outcome, job: dict, rule: dict | None, noise: 
         "profile": outcome.profile, "replay": _replay(outcome, baseline),
     }
     out["captured"] = None if baseline else outcome.failure is None and (dry or out["replay"]["proven"])
-    out["parity"] = _parity(outcome, eager, job)
+    out["parity"] = drift if outcome.name == REPEAT else _parity(outcome, eager, job, drift)
     out["timing"] = timing.summary(outcome.rounds_ms) if outcome.rounds_ms else None
     out["speedup"] = out["busy"] = None
     if outcome.rounds_ms and eager.rounds_ms and outcome is not eager:
@@ -76,7 +82,7 @@ def _replay(outcome: Outcome, baseline: bool) -> dict:
     }
 
 
-def _parity(outcome: Outcome, eager: Outcome, job: dict) -> dict | None:
+def _parity(outcome: Outcome, eager: Outcome, job: dict, drift: dict | None) -> dict | None:
     # Without every step on both sides there is nothing to compare: the failure says why.
     if outcome is eager or not (eager.record["parameters"].get("end") and outcome.record["parameters"].get("end")):
         return None
@@ -86,7 +92,7 @@ def _parity(outcome: Outcome, eager: Outcome, job: dict) -> dict | None:
         if outcome.draws is None or eager.draws is None:
             return None
         return {**parity.dropout(eager.draws, outcome.draws), "bitwise": False}
-    return parity.compare(eager.record, outcome.record, "fp8" if precision.startswith("fp8") else precision)
+    return parity.compare(eager.record, outcome.record, "fp8" if precision.startswith("fp8") else precision, drift)
 
 
 def _cleanup(outcome: Outcome, exit_limit_s: float) -> dict | None:

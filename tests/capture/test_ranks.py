@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks keep step, and one that fails does not leave the others waiting. The ranks are threads or processes on a CPU."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+dist = pytest.importorskip("torch.distributed")
+
+from cudagraphs.capture import parent, report  # noqa: E402
+from cudagraphs.capture.ranks import Ranks, StoreRanks, from_environment  # noqa: E402
+from cudagraphs.capture.run import Effort, run  # noqa: E402
+from test_parent import FAKE, job  # noqa: E402
+
+SMOKE = Path(__file__).parents[2] / "helpers" / "smoke_capture.py"
+
+
+def on_two_ranks(tmp_path, behave, limits):
+    """Runs one variant with the fakes on two ranks; `behave` holds what the variant does on each. Returns (results, seconds)."""
+    store = dist.HashStore()
+
+    def rank(number):
+        ranks = StoreRanks(store, number, 2, limit_s=60)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        jobs = {one["name"]: one for one in (job("none", "none"), job("v", behave=behave[number]))}
+        session = parent.Session(parent.SpawnLauncher(folder, FAKE), limits, ranks)
+        outcomes = run(session, jobs, Effort(rounds=1, jobs=1), ranks)
+        ranks.leave()
+        return {out["name"]: out for out in report.assess(outcomes, jobs, {}, 5.0)}
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(rank, range(2)))
+    return results, time.monotonic() - begin
+
+
+def test_ranks_that_all_work_agree(tmp_path):
+    results, _ = on_two_ranks(tmp_path, [{}, {}], {"default": 20.0, "exit": 5.0})
+    assert all(out["v"]["captured"] and out["v"]["failure"] is None for out in results)
+
+
+@pytest.mark.parametrize("phase", ["capture", "parity", "time"])
+def test_a_rank_that_dies_frees_the_one_that_waits_for_it(tmp_path, phase):
+    """Rank 0 hangs as it would in a collective whose partner is gone; its own limit is far away."""
+    results, seconds = on_two_ranks(tmp_path, [{phase: "hang"}, {phase: "crash"}], {"default": 100.0, "exit": 5.0})
+    assert seconds < 30
+    waiting, dead = (out["v"]["failure"] for out in results)
+    assert dead["kind"] == "crash" and waiting["kind"] == "peer" and "rank 1" in waiting["cause"]
+    assert all(out["none"]["failure"] is None for out in results)
+
+
+def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path):
+    results, _ = on_two_ranks(tmp_path, [{}, {"capture": "oom"}], {"default": 20.0, "exit": 5.0})
+    assert [out["v"]["failure"]["kind"] for out in results] == ["peer", "out-of-memory"]
+    assert [report.exit_code(list(out.values())) for out in results] == [1, 1]
+
+
+def test_values_come_back_in_the_order_of_ranks():
+    store = dist.HashStore()
+    ranks = [StoreRanks(store, number, 3, limit_s=10) for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda one: one.agree("x", one.rank * 10), ranks)) == [[0, 10, 20]] * 3
+        assert list(pool.map(lambda one: one.agree("x", None), ranks)) == [[None] * 3] * 3
+
+
+def test_one_rank_needs_no_store(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    alone = from_environment(1.0)
+    assert type(alone) is Ranks and alone.agree("x", 5) == [5] and alone.failed("v") is None
+    alone.leave()
+
+
+def test_two_processes_train_data_parallel_over_gloo(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--device", "cpu", "--precision", "fp32", "--layers", "1", "--hidden", "32", "--ffn", "64", "--sequence", "16",
+                 "--vocabulary", "64", "--rounds", "1", "--variant", "full_iteration", "--phase-limit", "60", "--quiet"]
+    started = []
+    for rank in range(2):
+        environment = {**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port)}
+        started.append(subprocess.Popen(
+            [sys.executable, str(SMOKE), *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ))
+    (out, err), (silent, err_one) = [one.communicate(timeout=240) for one in started]
+    assert [one.returncode for one in started] == [0, 0], err + err_one
+    assert "full_iteration: captured, same training" in out and silent == ""
