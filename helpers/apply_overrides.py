@@ -56,6 +56,8 @@ from cudagraphs.settings import Settings  # noqa: E402
 from cudagraphs.versions import Versions  # noqa: E402
 
 PROGRAM = "apply_overrides"
+# recipes of one file build on each other at most this deep
+MAX_PASSES = 4
 
 
 @dataclass
@@ -119,12 +121,7 @@ def apply(arguments: argparse.Namespace) -> int:
     arguments.recipe = original.path
     names = original.select(arguments.function, arguments.all)
     request = request_from(arguments, original.run(names[0]).settings)
-    recipe: Recipe = original
-    outcomes = []
-    for name in names:
-        recipe, outcome = work_on(recipe, name, request)
-        outcome.also_changed = [other for other in recipe.built_on(name) if other not in names]
-        outcomes.append(outcome)
+    recipe, outcomes = work_on_all(original, names, request)
     refused = [outcome for outcome in outcomes if outcome.refused]
     changed = recipe.file.raw != original.file.raw
     written = None
@@ -202,6 +199,27 @@ def setting(text: str, versions: Versions, automodel: bool = False) -> tuple[str
     except yaml.YAMLError:
         parsed = value
     return fact, str(value) if fact.startswith("env.") else parsed
+
+
+def work_on_all(original: Recipe, names: Sequence[str], request: Request) -> tuple[Recipe, list[Outcome]]:
+    """Work on several runs of one file, until what one of them builds on no longer changes under it."""
+    recipe = original
+    outcomes: dict[str, Outcome] = {}
+    for _ in range(MAX_PASSES):
+        before = recipe
+        for name in names:
+            recipe, outcome = work_on(recipe, name, request)
+            if name in outcomes:
+                first = outcomes[name]
+                outcome.before = first.before
+                if outcome.refused == first.refused and recipe.file.raw == before.file.raw:
+                    outcome.recommendation = first.recommendation
+            outcomes[name] = outcome
+        if len(names) == 1 or recipe.file.raw == before.file.raw:
+            break
+    for name in names:
+        outcomes[name].also_changed = [other for other in recipe.built_on(name) if other not in names]
+    return recipe, list(outcomes.values())
 
 
 def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcome]:

@@ -7,6 +7,7 @@ import ast
 import os
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from cudagraphs.formats.source import SourceError, TextFile, load, parse_python
@@ -61,14 +62,20 @@ class Modules:
         for root in self.roots:
             for found, is_package in ((f"{root}{os.sep}{relative}.py", False), (os.path.join(root, relative, "__init__.py"), True)):
                 if os.path.isfile(found):
-                    path = Path(found)
+                    state = os.stat(found)
                     try:
-                        file = load(path)
-                        return _module(name, _label(path), file, parse_python(file), is_package)
+                        return _parsed_module(name, found, is_package, state.st_mtime_ns, state.st_size)
                     except SourceError as error:
                         self.failed[name] = str(error)
                         return None
         return None
+
+
+@lru_cache(maxsize=256)
+def _parsed_module(name: str, path: str, is_package: bool, modified_ns: int, size: int) -> Module:
+    """The parsed file; one process that works on many recipes parses what they share once. Raises SourceError."""
+    file = load(Path(path))
+    return _module(name, _label(Path(path)), file, parse_python(file), is_package)
 
 
 def _module(name: str, label: str, file: TextFile, tree: ast.Module, is_package: bool) -> Module:
