@@ -9,8 +9,8 @@ Usage:
 
 A row starts one process a rank, forked from this one, which has imported the stack and has no CUDA context (--start spawn
 starts fresh interpreters). The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank has failed. A
-row that is still there at --row-limit is a hang; it is killed. Rows with and without the helper follow each other in a fixed
-shuffled order, so that a run that ends at --budget has seen every kind.
+row that is still there --hang-after seconds after its fault, or at --row-limit, is a hang; it is killed. Rows with and without
+the helper follow each other, so that a run that ends at --budget has both.
 
 Required with the helper: no hang, out within 10 s of the fault, the exit code that the fault has without the helper (peers:
 any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; they are shown, not judged.
@@ -83,9 +83,13 @@ def applies(graphs: str, where: str) -> bool:
 
 
 def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int) -> list[tuple[str, str, str]]:
-    """Combinations in a shuffled order that is the same for a seed; the orderly ends come first."""
-    faults = [(g, w, h) for g in graphs for w in where for h in how if applies(g, w)]
-    random.Random(seed).shuffle(faults)
+    """Combinations in rounds: each round visits every place of every kind of graph once, with the next way to fail.
+
+    So a run that ends early has seen all places, and every way about equally often. The orderly ends come first.
+    """
+    places = [(g, w) for g in graphs for w in where if applies(g, w)]
+    random.Random(seed).shuffle(places)
+    faults = [(g, w, how[(i + turn) % len(how)]) for turn in range(len(how)) for i, (g, w) in enumerate(places)]
     return [(g, *END) for g in graphs] + faults
 
 

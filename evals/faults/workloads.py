@@ -318,14 +318,19 @@ class Megatron:
             self.step()
 
     def delete(self) -> None:
+        """The framework's own cleanup, as Megatron Bridge calls it at the end of training."""
         if self.kind == "full_iteration":
             self.wrapper.reset_cuda_graph()
         elif self.kind == "optimizer":
             from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper as Wrapper
 
             Wrapper.cuda_graph, Wrapper.result, Wrapper.curr_iteration = None, None, 0
+        elif self.kind == "local":
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+            delete_cuda_graphs()
         else:
-            self.trainer.delete_graphs()
+            self.trainer._helper.delete_cuda_graphs()
 
     def recapture(self) -> None:
         if self.kind == "full_iteration":

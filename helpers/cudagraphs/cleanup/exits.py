@@ -53,7 +53,7 @@ class Exits:
         self._signal_tokens: dict[int, int] = {}
         self._interrupted_at = float("-inf")
         self._wakeup: tuple[int, int] | None = None
-        self._token: int | None = None
+        self._token = -1
 
         # atexit runs last in, first out: deletion before everything that was registered until now, the deadline of the
         # interpreter's own end after everything that will be registered from now on.
@@ -61,7 +61,7 @@ class Exits:
         atexit.register(self._on_exit)
         self.previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
-        groups.wrap(self._before_teardown)
+        groups.wrap(self._before_teardown, imported=self.delete_first_at_exit)
         self._take_signals()
         _at_multiprocessing_exit(self._on_exit)
 
@@ -211,7 +211,7 @@ class Exits:
         self.leave(fault=False)
         if self.report_path is not None:
             self._write_report(self.report_path)
-        if self._token is not None:
+        if not self.fault:  # after an orderly end, what else runs at exit may take its time
             self.watchdog.disarm(self._token)
 
     def _write_report(self, path: str) -> None:

@@ -297,10 +297,14 @@ def _reset_record(module: ModuleType, record: Any, heap: Heap) -> None:
     record.cudagraph_record = []
     if hasattr(record, "cudagraph_inference_record"):
         record.cudagraph_inference_record = []
-    # Upstream drops the pool handles, which only a manager's constructor makes: a capture by a manager that lives on
-    # would fail on None. The handle itself keeps no memory.
+    # Upstream drops the pool handles, which only a manager's constructor makes: a capture by a manager that lives on would
+    # fail on None. A handle whose graphs are gone cannot be captured into either (torch asserts that a pool in use is
+    # live, CUDACachingAllocator.cpp), so the class gets fresh ones.
+    new_handle = module.torch.cuda.graph_pool_handle
     for name, value in pools.items():
-        setattr(manager_class, name, value)
+        if isinstance(value, dict):  # fwd_mempools, 0.13 to 0.15: makes its handles on demand
+            value.clear()
+        setattr(manager_class, name, value if value is None or isinstance(value, dict) else new_handle())
 
 
 def _optimizer_wrapper() -> Iterator[Target]:
@@ -312,6 +316,7 @@ def _optimizer_wrapper() -> Iterator[Target]:
 def _reset_optimizer(wrapper: Any) -> None:
     graph, wrapper.cuda_graph, wrapper.result, wrapper.curr_iteration = wrapper.cuda_graph, None, None, 0
     graph.reset()
+    _renew_shared_pool()
 
 
 def _full_iteration_wrapper() -> Iterator[Target]:
@@ -328,6 +333,19 @@ def _reset_stage(wrapper: Any, stage: str) -> None:
     wrapper.curr_iteration[stage] = 0
     if graph is not None:
         graph.reset()
+        _renew_shared_pool()
+
+
+def _renew_shared_pool() -> None:
+    """Let the next capture take a fresh pool.
+
+    full_cuda_graph keeps one pool handle for full-iteration and optimizer graphs (0.18, use_single_mempool). Once its graphs
+    are gone, but not yet all of its memory, torch refuses another capture into it: a validation that captures after the
+    cleanup fails with "use_count > 0 INTERNAL ASSERT FAILED" (seen with megatron-core 0.19.2 and torch 2.11).
+    """
+    module = loaded(FULL_ITERATION[0])
+    if hasattr(module, "_shared_graph_pool"):
+        module._shared_graph_pool = None
 
 
 def _te_callables(heap: Heap) -> Iterator[Target]:

@@ -23,15 +23,17 @@ _ORIGINAL = "__delete_graphs_original__"
 Before = Callable[[str], AbstractContextManager[None]]
 
 
-def wrap(before: Before) -> None:
+def wrap(before: Before, imported: Callable[[], None]) -> None:
     """Enter before(name) around every teardown of all process groups, in torch as imported now or later.
+
+    imported: called once torch.distributed.distributed_c10d has been imported, if it is not yet.
 
     Destroying one group of several is left alone: graphs may go on replaying on the others.
     """
     if C10D in sys.modules:
         _wrap_module(sys.modules[C10D], before)
     else:
-        sys.meta_path.insert(0, _AfterImport(before))
+        sys.meta_path.insert(0, _AfterImport(before, imported))
 
 
 def unwrap() -> None:
@@ -75,8 +77,8 @@ def _wrapped(original: Callable[..., Any], module: ModuleType, before: Before) -
 class _AfterImport:
     """A meta path finder that lets the others find distributed_c10d and wraps it once it has run."""
 
-    def __init__(self, before: Before) -> None:
-        self._before = before
+    def __init__(self, before: Before, imported: Callable[[], None]) -> None:
+        self._before, self._imported = before, imported
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != C10D:
@@ -89,6 +91,7 @@ class _AfterImport:
                 def exec_module(module: ModuleType) -> None:
                     execute(module)
                     _wrap_module(module, self._before)
+                    self._imported()
 
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
                 return spec

@@ -52,6 +52,8 @@ def run(target: str, arguments: Sequence[str], module: bool, guard: exits.Exits)
         if stop.code not in (None, 0):
             guard.fault = True
         raise
+    finally:
+        guard.delete_first_at_exit()  # before whatever the program and its libraries have registered
 
 
 def _run_script(path: str, program: ModuleType) -> None:
