@@ -16,6 +16,7 @@ Usage:
     python tests/oracle/bridge_recipes.py --only recipes/llama/h100/llama3.py       one file (repeatable)
     python tests/oracle/bridge_recipes.py --source DIR          an edited copy of the tree; DIR holds megatron/bridge
     python tests/oracle/bridge_recipes.py --function 'llama3*'  functions by glob (repeatable)
+    python tests/oracle/bridge_recipes.py --validate            also run Bridge's own validation on what comes out
     python tests/oracle/bridge_recipes.py --summary             counts and error kinds only
 
 Output: one JSON object a line and function, in order of file and line:
@@ -28,6 +29,9 @@ Output: one JSON object a line and function, in order of file and line:
      "settings": {"model.cuda_graph_impl": ..., "rng.te_rng_tracker": ..., "env_vars.NAME": ..., ...}}
 Settings are flat; a section that the recipe leaves None has the section's own key with null. Enum members are
 {"enum": "CudaGraphModule.attn"}, torch dtypes {"dtype": "bfloat16"}, other objects {"object": class name}.
+With --validate, "validation" is {"verdict", "error", "normalized"} as in bridge_config.py: what Bridge's own
+`runtime_config_update` says to the configuration, with what the recipe leaves open made up (recipe_validation.py; among
+it num_moe_experts of MoE checkpoints); "baseline_rejected" means that it is refused with its graphs off too.
 A file that cannot be imported gives one error line for each of its functions ("function": null where it cannot even
 be parsed). The last line of stderr says how many functions ran.
 
@@ -54,7 +58,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import wheels  # noqa: E402
-from oracle import standins  # noqa: E402
+from oracle import recipe_validation, standins  # noqa: E402
 
 BRIDGE = "0.6.2"
 MCORE = "0.19.2"
@@ -70,6 +74,7 @@ STANDIN_ATTRIBUTES = {
     "nvidia_resiliency_ext": {"__version__": "0.6.0"},
     "tensorboard": {"__version__": "2.19.0"},
     "transformer_engine": {"__version__": "2.14.0"},
+    "transformer_engine.pytorch.optimizers": {"FusedAdam": recipe_validation.FusedAdam},
     "transformers": {"__version__": "5.3.0"},
     "triton": {"__version__": "3.6.0"},
 }
@@ -104,7 +109,6 @@ PROVIDERS = (
 DEFAULT_PROVIDER = "GPTModelProvider"
 # Sizes that every checkpoint states, and that recipes compute with. The values are arbitrary.
 CHECKPOINT_SIZES = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 151936}
-
 # Which attributes of which section of ConfigContainer are printed: full-match patterns over attribute names.
 SECTIONS = {
     "model": (
@@ -155,26 +159,33 @@ def import_bridge(source: Path, mcore: str) -> None:
     importlib.import_module("megatron.bridge.recipes.common")
 
 
-def replace_checkpoints() -> None:
-    """Let providers come from their class defaults instead of a checkpoint's configuration."""
+def replace_checkpoints(experts: int | None = None) -> None:
+    """Let providers come from their class defaults instead of a checkpoint's configuration.
+
+    Args:
+        experts: num_moe_experts of providers of MoE checkpoints; None leaves the class default, which is none.
+    """
     from megatron.bridge.diffusion.conversion.flux.flux_bridge import FluxBridge
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-    AutoBridge.from_hf_pretrained = classmethod(lambda cls, path, **kwargs: CheckpointStandin(str(path)))
-    AutoBridge.from_hf_config = classmethod(lambda cls, config, **kwargs: CheckpointStandin(""))
-    FluxBridge.provider_bridge = lambda self, hf: _tracked(provider_class("FluxProvider"))
+    AutoBridge.from_hf_pretrained = classmethod(lambda cls, path, **kwargs: CheckpointStandin(str(path), experts))
+    AutoBridge.from_hf_config = classmethod(lambda cls, config, **kwargs: CheckpointStandin("", experts))
+    FluxBridge.provider_bridge = lambda self, hf: _tracked(provider_class("FluxProvider"), CHECKPOINT_SIZES)
 
 
 class CheckpointStandin:
     """What `AutoBridge.from_hf_pretrained` returns: a bridge whose provider knows its class's defaults only."""
 
-    def __init__(self, checkpoint: str):
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: str, experts: int | None):
+        self.checkpoint = checkpoint.lower()
+        self.experts = experts
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: str | None = None):
-        checkpoint = self.checkpoint.lower()
-        families = (provider for pattern, provider in PROVIDERS if re.search(pattern, checkpoint))
-        return _tracked(provider_class(next(families, DEFAULT_PROVIDER)))
+        families = (provider for pattern, provider in PROVIDERS if re.search(pattern, self.checkpoint))
+        sizes = dict(CHECKPOINT_SIZES)
+        if self.experts is not None and re.search(recipe_validation.MOE_CHECKPOINTS, self.checkpoint):
+            sizes["num_moe_experts"] = self.experts
+        return _tracked(provider_class(next(families, DEFAULT_PROVIDER)), sizes)
 
 
 def provider_class(name: str) -> type:
@@ -194,8 +205,8 @@ def provider_class(name: str) -> type:
     raise LookupError(f"Bridge has no provider class {name}")
 
 
-def _tracked(base: type):
-    """An object of the class, with sizes that any checkpoint has, that notes which attributes are assigned later."""
+def _tracked(base: type, sizes: dict[str, int]):
+    """An object of the class, with the sizes that it knows, that notes which attributes are assigned later."""
 
     class FromCheckpoint(base):
         def __setattr__(self, name, value):
@@ -205,8 +216,7 @@ def _tracked(base: type):
 
     FromCheckpoint.__name__ = base.__name__
     names = {field.name for field in dataclasses.fields(base)}
-    required = {name: size for name, size in CHECKPOINT_SIZES.items() if name in names}
-    provider = FromCheckpoint(**required)
+    provider = FromCheckpoint(**{name: size for name, size in sizes.items() if name in names})
     provider.__dict__["assigned_by_recipe"] = set()
     return provider
 
@@ -256,7 +266,8 @@ def _precision_name(value) -> str | None:
     return next((name for name, factory in MIXED_PRECISION_RECIPES.items() if value == factory()), None)
 
 
-def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict]:
+def run_file(source: Path, path: Path, patterns: Sequence[str], validate: bool = False) -> Iterator[dict]:
+    """The answers of one file's functions whose names match a pattern, in the format of the module's docstring."""
     name = path.relative_to(source / "megatron" / "bridge").as_posix()
     try:
         functions = config_functions(path)
@@ -273,11 +284,13 @@ def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict
         yield from (_failed(name, line, function, error) for function, line in functions)
         return
     for function, line in functions:
+        if validate:
+            recipe_validation.pretend_gpu(function)
         try:
             config = getattr(module, function)()
             model = getattr(config, "model", None)
             assigned = getattr(model, "__dict__", {}).get("assigned_by_recipe")
-            yield {
+            answer = {
                 "file": name,
                 "line": line,
                 "function": function,
@@ -290,6 +303,10 @@ def run_file(source: Path, path: Path, patterns: Sequence[str]) -> Iterator[dict
             }
         except Exception as error:
             yield _failed(name, line, function, error)
+            continue
+        if validate and hasattr(model, "cuda_graph_impl"):
+            answer["validation"] = recipe_validation.validate(getattr(module, function), function)
+        yield answer
 
 
 def _failed(file: str, line: int | None, function: str | None, error: Exception) -> dict:
@@ -302,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, help="folder that holds megatron/bridge; default: the pinned wheel")
     parser.add_argument("--only", action="append", default=[], metavar="FILE", help="path under megatron/bridge")
     parser.add_argument("--function", action="append", default=[], metavar="GLOB")
+    parser.add_argument("--validate", action="store_true", help="also run Bridge's own validation")
     parser.add_argument("--summary", action="store_true", help="print counts and kinds of errors, no settings")
     args = parser.parse_args(argv)
     try:
@@ -321,13 +339,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.dont_write_bytecode = args.source is not None
         answers, sys.stdout = sys.stdout, sys.stderr  # what recipes print must not mix with the answers
         import_bridge(source, MCORE)
-        replace_checkpoints()
+        replace_checkpoints(recipe_validation.CHECKPOINT_EXPERTS if args.validate else None)
     except (wheels.WheelUnavailable, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
-    ran, errors = 0, Counter()
+    ran, errors, verdicts = 0, Counter(), Counter()
     for path in files:
-        for answer in run_file(source, path, args.function or ["*"]):
+        for answer in run_file(source, path, args.function or ["*"], args.validate):
+            if "validation" in answer:
+                verdicts[answer["validation"]["verdict"]] += 1
             ran += answer["status"] == "ok"
             if answer["status"] == "error":
                 errors[answer["error"]] += 1
@@ -337,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.summary:
         for error, count in errors.most_common():
             print(f"{count:5d} {error}", file=answers)
+        for verdict, count in sorted(verdicts.items()):
+            print(f"{count:5d} validation: {verdict}", file=answers)
         print(f"{len(files)} files, {total} functions, {ran} executed, {total - ran} not", file=answers)
     print(f"{ran} of {total} functions executed", file=sys.stderr)
     sys.stdout = answers
