@@ -55,7 +55,7 @@ WHERE = (
     "warmup", "capture_forward", "capture_backward", "replay_forward", "replay_backward", "optimizer_step", "evaluation",
     "evaluation_recaptured", "checkpoint_save",
 )
-HOW = ("exception", "sys_exit", "keyboard_interrupt", "sigterm", "sigint", "out_of_memory", "os_exit")
+HOW = ("exception", "sys_exit", "keyboard_interrupt", "sigterm", "sigint", "out_of_memory", "os_exit", "sigkill")
 HOW_OF_RANKS = ("exception", "out_of_memory", "sys_exit", "sigterm_all", "sigkill")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
 END = ("end", "none")  # an orderly end, destroy_process_group() included: the row that every run has besides the faults

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The fault matrix in Markdown, from a result file of fault_matrix.py.
+
+Usage: python evals/faults/summary.py evals/results/gpu/faults-*.json
+Output: Markdown on stdout, one section a file.
+Exit codes: 0; 2 a file that is missing or no result of the fault matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+NOT_JUDGED = ("not made", "not reached", "survived", "failed before the fault", "hang before the fault")
+CANNOT_BE_HELPED = ("os_exit", "sigkill")
+MIB = 1 << 20
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Tables with and without the helper: by graphs, by place, by way to fail; what differs; what was not run."""
+    if result.get("kind") != "fault-matrix":
+        raise ValueError("not a result of fault_matrix.py: its kind is not fault-matrix")
+    rows, machine, versions = result["rows"], result["machine"], result["versions"]
+    configuration, needs, memory = result["configuration"], result["requirements"], result["device_memory"]
+    where = f"{machine.get('gpu', 'CPU')}, {configuration['ranks']} rank{'s' * (configuration['ranks'] > 1)}"
+    stack = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines = [
+        f"{where}; {stack}; {result['date'][:10]}. {len(rows)} rows, each a process"
+        f"{' a rank' if configuration['ranks'] > 1 else ''}, {configuration['parallel_rows']} at once, in {result['seconds']:.0f} s.",
+        "",
+        f"Required with the helper: no hang, out within {configuration['required_s']:.0f} s, the right exit code, device memory "
+        f"back. {'Holds' if needs['hold'] else 'Does not hold'}: {needs['rows_judged']} rows judged, {len(needs['broken'])} broken, "
+        f"slowest {_seconds(needs['slowest_s'])}, median {_seconds(needs['median_s'])}."
+        + (f" Device memory before and after: {memory['before_bytes'] // MIB} and {memory['after_bytes'] // MIB} MiB."
+           if memory["after_bytes"] is not None else ""),
+        "",
+    ]
+    for title, key in (("graphs", "graphs"), ("where", "where"), ("how", "how")):
+        lines += [*_table(rows, title, lambda row, key=key: row[key]), ""]
+    lines += _differences(rows)
+    lines += _deleted(rows)
+    lines += _unhelped(rows)
+    lines += _unjudged(rows)
+    if result["rows_not_run"]:
+        lines.append(f"Not run within the budget of {configuration['budget_s']:.0f} s: {len(result['rows_not_run'])} rows.")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]], str]) -> list[str]:
+    out = [
+        f"| {title} | rows with / without | hangs with / without | wrong exit code with / without | "
+        "median seconds from fault to exit, with / without | slowest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(map(key, rows)):
+        with_helper, without = ([r for r in rows if key(r) == name and r["helper"] is helper and _judged(r)]
+                                for helper in (True, False))
+        out.append(
+            f"| {name.replace('_', ' ')} | " + " | ".join(
+                f"{function(with_helper)} / {function(without)}" for function in (len, _hangs, _wrong_code, _median, _slowest)
+            ) + " |"
+        )
+    return out
+
+
+def _judged(row: dict[str, Any]) -> bool:
+    return row["verdict"] not in NOT_JUDGED
+
+
+def _hangs(rows: list[dict[str, Any]]) -> int:
+    return sum(row["hang"] for row in rows)
+
+
+def _wrong_code(rows: list[dict[str, Any]]) -> int:
+    return sum(row["verdict"] == "exit code" for row in rows)
+
+
+def _times(rows: list[dict[str, Any]]) -> list[float]:
+    return sorted(r["seconds_from_fault"] for r in rows if r["seconds_from_fault"] is not None and not r["hang"])
+
+
+def _median(rows: list[dict[str, Any]]) -> str:
+    times = _times(rows)
+    return _seconds(times[len(times) // 2] if times else None)
+
+
+def _slowest(rows: list[dict[str, Any]]) -> str:
+    times = _times(rows)
+    return _seconds(times[-1] if times else None)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _differences(rows: list[dict[str, Any]]) -> list[str]:
+    """Pairs of rows whose outcome is not the same with and without the helper."""
+    plain = {(r["graphs"], r["where"], r["how"]): r for r in rows if not r["helper"]}
+    pairs = [(plain[key], r) for r in rows if r["helper"] and (key := (r["graphs"], r["where"], r["how"])) in plain]
+    differing = Counter(
+        (b["graphs"], b["where"], _outcome(a), _outcome(b)) for a, b in pairs if _outcome(a) != _outcome(b)
+    )
+    out = [f"Of {len(pairs)} pairs, {len(pairs) - sum(differing.values())} ended the same way with and without the helper."]
+    if differing:
+        out += ["", "| graphs | where | without | with | pairs |", "|---|---|---|---|---|"]
+        out += [f"| {g.replace('_', ' ')} | {w.replace('_', ' ')} | {a} | {b} | {n} |" for (g, w, a, b), n in sorted(differing.items())]
+    return [*out, ""]
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    if row["verdict"] in NOT_JUDGED:
+        return row["verdict"] + (f" ({row['reason'].replace('|', ' ')[:90]})" if row["reason"] else "")
+    survivors = [code for code in row["survivor_codes"] if code is not None]
+    peers = f", peers {', '.join(map(str, survivors))}" if survivors else ""
+    return "hang" if row["hang"] else f"exit {row['exit_code']}{peers}"
+
+
+def _deleted(rows: list[dict[str, Any]]) -> list[str]:
+    reports = [r["deleted"] for r in rows if r["deleted"]]
+    if not reports:
+        return []
+    found = sum(r["live_graphs_before"] for r in reports)
+    left = sum(r["live_graphs_after"] for r in reports)
+    failed = sum(len(r["failed"]) for r in reports)
+    times = sorted(r["seconds"] for r in reports)
+    return [
+        f"The helper reported {len(reports)} deletions: {found} live graphs before, {left} after, {failed} failures, "
+        f"{times[len(times) // 2] * 1000:.0f} ms each (median; slowest {times[-1] * 1000:.0f} ms).", "",
+    ]
+
+
+def _unhelped(rows: list[dict[str, Any]]) -> list[str]:
+    part = [r for r in rows if r["how"] in CANNOT_BE_HELPED and _judged(r)]
+    if not part:
+        return []
+    ways = ", ".join(sorted({r["how"].replace("_", " ") for r in part}))
+    codes = ", ".join(map(str, sorted({r["exit_code"] for r in part})))
+    left = sum(bool(r["memory_left_bytes"]) for r in part)
+    reported = sum(bool(r["deleted"]) for r in part)
+    return [
+        f"What cannot be helped ({ways}): {len(part)} rows, exit codes {codes}, {_hangs(part)} hangs. No code ran, so "
+        f"{reported} of them deleted anything; the driver freed the device memory in all but {left}.", "",
+    ]
+
+
+def _unjudged(rows: list[dict[str, Any]]) -> list[str]:
+    part = Counter((r["graphs"], r["where"], r["helper"], r["reason"] or r["verdict"]) for r in rows if not _judged(r))
+    if not part:
+        return []
+    out = ["Rows without a verdict, because the place was not reached:", "",
+           "| graphs | where | helper | rows | reason |", "|---|---|---|---|---|"]
+    for (graphs, where, helper, reason), count in sorted(part.items()):
+        out.append(f"| {graphs.replace('_', ' ')} | {where.replace('_', ' ')} | {'with' if helper else 'without'} | {count} | "
+                   f"{reason.replace('|', ' ')} |")
+    return [*out, ""]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    paths = [Path(word) for word in (sys.argv[1:] if argv is None else argv)]
+    if not paths:
+        print("summary.py: give at least one result file of fault_matrix.py", file=sys.stderr)
+        return 2
+    for path in paths:
+        try:
+            text = summary(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError) as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            return 2
+        print(f"### {path.stem}\n\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
