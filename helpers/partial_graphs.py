@@ -27,10 +27,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from cudagraphs.partial.backends import CudaBackend
 from cudagraphs.partial.body import Body
+from cudagraphs.partial.chain import Follower, chain_runner
 from cudagraphs.partial.capture import capture_all, capture_through, finish_all, release
 from cudagraphs.partial.discovery import automodel_targets, select_modules
 from cudagraphs.partial.errors import CaptureError, FallbackError, PartialGraphError, StaleGraphError, Unsupported
@@ -69,6 +71,7 @@ class PartialGraphEntry:
         self.capture_count = 0
         self.replay_count = 0
         self.fallbacks: Counter[str] = Counter()
+        self.prepaid: tuple | None = None  # the share of a replayed chain that the next call may take
         self.original_forward = target.forward
         self._had_own_forward = "forward" in vars(target)
 
@@ -118,15 +121,22 @@ class PartialCudaGraphManager:
         strict: raise `FallbackError` instead of running a call eagerly.
         max_slots: how many calls of one signature may be in flight at once, at most; a slot holds the activations of
             one call. As many are made as the recording saw alive at once.
+        merge: make one graph of neighbouring entries where nothing runs between them. Entries that draw random numbers or
+            change buffers are left alone.
+        accumulate_in_graph: let the graphs themselves write and add to the parameters' `.grad`. Autograd then never sees
+            those parameters: `torch.autograd.grad` with respect to them fails. Entries keep the usual way where a
+            parameter has hooks or is used by two entries, where several calls are in flight, and under a process group
+            with more than one member.
         backend: how to capture; torch's CUDA graphs unless given.
     """
 
     def __init__(self, entries: Sequence[PartialGraphEntry], *, strict: bool = False, max_slots: int = 8,
-                 backend: Any = None):
+                 merge: bool = False, accumulate_in_graph: bool = False, backend: Any = None):
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1, got {max_slots}")
         self.entries = list(entries)
         self.strict, self.max_slots = strict, max_slots
+        self.merge, self.accumulate_in_graph = merge, accumulate_in_graph
         self._backend = backend
         self._home: Any = None
         self._captured = False
@@ -138,27 +148,29 @@ class PartialCudaGraphManager:
     # Construction
 
     @classmethod
-    def from_modules(cls, model: nn.Module, select: Any, *, strict: bool = False, max_signatures: int = 4,
-                     max_slots: int = 8, backend: Any = None) -> PartialCudaGraphManager:
+    def from_modules(cls, model: nn.Module, select: Any, *, max_signatures: int = 4,
+                     **options: Any) -> PartialCudaGraphManager:
         """Select submodules of any model and start recording.
 
         Args:
             select: a name pattern (`layers.*.mlp`; `*` within one part of a dotted name, `**` across parts), a module
                 class, a predicate `(name, module) -> bool`, or several of these.
+            max_signatures: of each entry.
+            options: of the manager.
 
         Raises:
             PartialGraphError: where a selection matches nothing.
         """
         entries = [PartialGraphEntry(target.name, target.module, max_signatures=max_signatures, owner=target.owner)
                    for target in select_modules(model, select)]
-        manager = cls(entries, strict=strict, max_slots=max_slots, backend=backend)
+        manager = cls(entries, **options)
         manager.start_recording()
         return manager
 
     @classmethod
     def from_model_parts(cls, model_parts: Sequence[nn.Module], activation_checkpointing: bool = False,
-                         pipeline_parallel: bool = False, *, strict: bool = False, max_signatures: int = 4,
-                         max_slots: int = 8, backend: Any = None) -> PartialCudaGraphManager | None:
+                         pipeline_parallel: bool = False, *, max_signatures: int = 4,
+                         **options: Any) -> PartialCudaGraphManager | None:
         """Select by NeMo AutoModel's `backend.cuda_graph.modules` and start recording.
 
         Several parts, pipeline stages and activation checkpointing are supported: the recording shows how many calls
@@ -182,7 +194,7 @@ class PartialCudaGraphManager:
                                           max_signatures=max(max_signatures, 2 if activation_checkpointing else 1),
                                           owner=target.owner)
                         for target in automodel_targets(part)]
-        manager = cls(entries, strict=strict, max_slots=max_slots, backend=backend)
+        manager = cls(entries, **options)
         manager.start_recording()
         return manager
 
@@ -232,8 +244,11 @@ class PartialCudaGraphManager:
         missing = tuple(entry.name for entry in self.entries if not entry.signatures)
         if missing:
             raise PartialGraphError(f"every entry must have an iteration-0 sample before capture; missing: {missing}")
-        whole_calls = hasattr(self._backend, "slot")
-        planned = (capture_through if whole_calls else capture_all)(self.entries, self._backend, self.max_slots)
+        if hasattr(self._backend, "slot"):
+            planned = capture_through(self.entries, self._backend, self.max_slots)
+        else:
+            planned = capture_all(self.entries, self._backend, self.max_slots, self.merge,
+                                  self.accumulate_in_graph and not _gradients_are_reduced())
         try:
             finish_all(planned, self._home)
             for entry in self.entries:
@@ -243,11 +258,15 @@ class PartialCudaGraphManager:
         except BaseException:
             release(item.variant for item in planned)
             raise
+        chained = {id(item): self._followers(item) for item in planned if item.chain is not None}
         for item in planned:
-            item.entry.variants.append(item.variant)
+            item.entry.capture_count += 1
+            if not item.follows:
+                item.entry.variants.append(item.variant)
         for entry in self.entries:
-            entry.capture_count = len(entry.variants)
-            entry.install(self._replaying_forward(entry))
+            ways = [(item.variant, chained.get(id(item), [])) for item in planned
+                    if item.entry is entry and not item.follows]
+            entry.install(self._replaying_forward(entry, ways))
         self._captured = True
         self.log_stats("capture")
 
@@ -273,6 +292,7 @@ class PartialCudaGraphManager:
                 continue
             entry.variants = []
             entry.signatures = []
+            entry.prepaid = None
         if first is not None:
             raise first
         self._closed = True
@@ -335,15 +355,34 @@ class PartialCudaGraphManager:
 
         return forward
 
-    def _replaying_forward(self, entry: PartialGraphEntry) -> Callable[..., Any]:
+    def _followers(self, item: Any) -> list[Follower]:
+        """The later members of a chain, with guards of their own."""
+        return [Follower(member, member.planned.variant.build_guard(self._home)) for member in item.chain[1:]]
+
+    def _replaying_forward(self, entry: PartialGraphEntry,
+                           ways: list[tuple[Variant, list[Follower]]]) -> Callable[..., Any]:
         """The hot path: first guard that matches, a free slot, replay. Everything else is eager and counted."""
-        target = entry.target
-        ways = tuple((variant.guard.match, variant.take) for variant in entry.variants)
-        canonicalize = entry.canonicalize
+        target, canonicalize = entry.target, entry.canonicalize
+        steps = tuple((variant.guard.match, variant.take,
+                       chain_runner(variant.analysis.plan.rebuild, followers) if followers else variant.runner())
+                      for variant, followers in ways)
+        led = tuple({id(follower.entry): follower.entry for _, followers in ways for follower in followers}.values())
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is not target:
                 return type(module).forward(module, *args, **kwargs)
+            paid = entry.prepaid
+            if paid is not None:
+                entry.prepaid = None
+                tensors = paid[0].match(args, kwargs)
+                if tensors is not None:
+                    fits, result = paid[0].answer(paid, tensors)
+                    if fits:
+                        entry.replay_count += 1
+                        return result
+                paid = None
+            for follower in led:
+                follower.prepaid = None  # its share would keep the chain's slot taken
             if canonicalize is not None:
                 try:
                     seen_args, seen_kwargs = canonicalize(args, kwargs)
@@ -352,13 +391,13 @@ class PartialCudaGraphManager:
             else:
                 seen_args, seen_kwargs = args, kwargs
             matched = False
-            for match, take in ways:
+            for match, take, run in steps:
                 tensors = match(seen_args, seen_kwargs)
                 if tensors is not None:
                     slot = take(tensors)
                     if slot is not None:
                         entry.replay_count += 1
-                        return slot.run(tensors)
+                        return run(slot, tensors)
                     matched = True
             if matched:
                 return self._fall_back(entry, "in flight", "every graph of this signature still waits for its backward, "
@@ -374,7 +413,9 @@ class PartialCudaGraphManager:
         failures = [variant.guard.explain(args, kwargs) for variant in entry.variants]
         closest = max((failure for failure in failures if failure is not None), key=lambda one: one.position, default=None)
         refusals = [signature.refusal for signature in entry.signatures if signature.refusal is not None]
-        if closest is None or (refusals and not entry.variants):
+        if closest is None:
+            if entry.capture_count:
+                return "merged graph", "the entry before it did not replay their common graph for this call"
             return "refused", refusals[0] if refusals else "no signature of this entry was captured"
         return closest.reason, closest.where
 
@@ -386,6 +427,12 @@ class PartialCudaGraphManager:
             self._logged.add(reason)
             logger.warning("Partial CUDA graph eager fallback, %s: first seen at %s (%s)", reason, entry.name, where)
         return entry.original_forward(*args, **kwargs)
+
+
+def _gradients_are_reduced() -> bool:
+    """Whether a process group may want to see gradients of parameters as they arrive (DDP hooks are not visible)."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _refuse_nested(entries: Iterable[PartialGraphEntry]) -> None:

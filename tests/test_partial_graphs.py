@@ -113,7 +113,7 @@ def test_graphs_are_captured_in_the_order_of_the_calls_and_backwards_in_reverse(
     assert order == ["forward"] * 3 + ["backward"] * 3
     slots = [entry.variants[0].slots[0] for entry in manager.entries]
     assert [slot.forward_graph for slot in slots] == [backend.graphs[i] for i in (2, 1, 0)]
-    assert [slot.backward_graph for slot in slots] == [backend.graphs[i] for i in (3, 4, 5)]
+    assert [slot.write_graph for slot in slots] == [backend.graphs[i] for i in (3, 4, 5)]
 
 
 def test_an_entry_without_a_sample_fails_closed():

@@ -106,6 +106,9 @@ class Body:
         kinds = [("an input", statics), ("a parameter", self.aliases), ("a buffer", self._buffers)]
         return {tensor.untyped_storage()._cdata: kind for kind, tensors in kinds for tensor in tensors}
 
+    def buffer_versions(self) -> list[int]:
+        return [version_of(buffer) for buffer in self._buffers]
+
     @contextlib.contextmanager
     def buffers_restored(self) -> Iterator[None]:
         """Put buffers back as they were: warmup and capture must not count as training steps."""
@@ -175,19 +178,26 @@ class Analysis:
     """What the last warmup run showed about a signature.
 
     Attributes:
+        plan: how the result is rebuilt.
+        output_count: number of new tensors in it.
         trainable: indices of the outputs that require a gradient.
         saved_outputs, saved_inputs: indices whose memory the backward pass reads.
         reaches: for each differentiable input, the outputs (as positions in `trainable`) it depends on.
+        lean: positions in `trainable` that the usual backward covers; None for all of them.
+        stateful: the forward drew random numbers or changed a buffer.
     """
 
     plan: OutputPlan
+    output_count: int = 0
     trainable: list[int] = field(default_factory=list)
     saved_outputs: list[int] = field(default_factory=list)
     saved_inputs: list[int] = field(default_factory=list)
     reaches: list[frozenset[int]] = field(default_factory=list)
+    lean: list[int] | None = None
+    stateful: bool = False
 
 
-def warm_up(body: Body, signature: Signature, forbid_sync: Callable[[], Any]) -> Analysis:
+def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
     """Run forward and backward eagerly until lazy work is done, then once more to see whether a graph can stand for it.
 
     Raises:
@@ -207,8 +217,9 @@ def warm_up(body: Body, signature: Signature, forbid_sync: Callable[[], Any]) ->
 
     attributes = attribute_snapshot(body.target)
     versions = [version_of(static) for static in statics]
+    buffers, random_state = body.buffer_versions(), backend.rng_state()
     try:
-        with forbid_sync(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with backend.forbid_sync(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             outputs, plan = body.run(signature, statics)
     except RuntimeError as error:
         if "synchronizing" in str(error).lower():
@@ -225,11 +236,12 @@ def warm_up(body: Body, signature: Signature, forbid_sync: Callable[[], Any]) ->
     inputs = body.differentiable(statics)
     _check_leaves(outputs, inputs)
     trainable = [index for index, output in enumerate(outputs) if output.requires_grad]
-    analysis = Analysis(plan, trainable)
+    analysis = Analysis(plan, len(outputs), trainable)
+    analysis.stateful = buffers != body.buffer_versions() or not torch.equal(random_state, backend.rng_state())
     analysis.saved_outputs = [i for i, output in enumerate(outputs) if output.untyped_storage()._cdata in saved]
     analysis.saved_inputs = [i for i, static in enumerate(statics) if static.untyped_storage()._cdata in saved]
     try:
-        with forbid_sync():
+        with backend.forbid_sync():
             reached = [_gradients([outputs[index]], inputs) for index in trainable]
     except RuntimeError as error:
         if "synchronizing" in str(error).lower():

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
-from cudagraphs.partial.body import Analysis, Body, warm_up
+from cudagraphs.partial.body import Analysis, Body, OutputPlan, warm_up
+from cudagraphs.partial.chain import ChainBody, Member, chain_analysis, find_chains
 from cudagraphs.partial.errors import CaptureError, Unsupported
+from cudagraphs.partial.gradients import Accumulator, Accumulators
 from cudagraphs.partial.recording import Signature, static_copy
 from cudagraphs.partial.replay import Slot, Variant, new_statics
 
@@ -34,10 +36,19 @@ class Planned:
     signature: Signature
     analysis: Analysis | None  # None where the backend captured by itself
     variant: Variant
+    plan: OutputPlan | None = None  # how the entry's own result is rebuilt
+    output_count: int = 0
+    chain: list[Member] | None = None  # on the first member: all of them, itself included
+    follows: bool = False  # a later member: its graphs are the first one's
 
 
-def capture_all(entries: Iterable[Any], backend: Any, max_slots: int) -> list[Planned]:
+def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: bool = False,
+                accumulate: bool = False) -> list[Planned]:
     """Capture every signature that can be captured; mark the others with a refusal.
+
+    Args:
+        merge: make one graph of neighbours with nothing between them.
+        accumulate: let graphs add to the gradients of parameters, where no hook or process group wants to see them.
 
     Returns the captured ones with unfinished variants (`finish_all` ends the work).
 
@@ -66,28 +77,34 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int) -> list[Pl
                             bodies[id(entry)] = body = entry.body()
                             stack.enter_context(body.buffers_restored())
                         body = bodies[id(entry)]
-                        analysis = warm_up(body, signature, backend.forbid_sync)
+                        analysis = warm_up(body, signature, backend)
                     except Unsupported as refusal:
                         signature.refuse(str(refusal))
                         continue
-                    planned.append(Planned(entry, signature, analysis,
-                                           Variant(signature, body, analysis, backend.stream)))
+                    variant = Variant(signature, body, analysis, backend.stream)
+                    planned.append(Planned(entry, signature, analysis, variant, analysis.plan, analysis.output_count))
+                if merge:
+                    current = "a chain of neighbours"
+                    _merge(planned, backend)
+                if accumulate:
+                    _give_accumulators(planned)
                 gc.collect()
                 backend.synchronize()
                 pool = backend.pool()
-                variants = {id(item.signature): item.variant for item in planned}
-                depth = max((min(item.signature.depth, max_slots) for item in planned), default=0)
+                captured = [item for item in planned if not item.follows]
+                variants = {id(item.signature): item.variant for item in captured}
+                depth = max((min(item.signature.depth, max_slots) for item in captured), default=0)
                 for replica in range(depth):
-                    for item in planned:
+                    for item in captured:
                         if replica < min(item.signature.depth, max_slots):
                             current = item.entry.name
                             _capture_forward(item, replica, variants, backend, pool)
                 for replica in reversed(range(depth)):
-                    for item in reversed(planned):
+                    for item in reversed(captured):
                         if item.analysis.trainable and replica < len(item.variant.slots):
                             current = item.entry.name
                             item.variant.slots[replica].capture_backward(
-                                backend, pool, _gradient_sinks(item, replica, planned))
+                                backend, pool, _gradient_sinks(item, replica, captured))
             backend.synchronize()
     except BaseException as error:
         release(item.variant for item in planned)
@@ -127,7 +144,8 @@ def capture_through(entries: Iterable[Any], backend: Any, max_slots: int) -> lis
 def finish_all(planned: list[Planned], home: Any) -> None:
     """Compile guards and replay functions, then take the reference counts of memory that nobody else refers to yet."""
     for item in planned:
-        item.variant.finish(home)
+        if not item.follows:
+            item.variant.finish(home)
         item.signature.statics = []  # the slots own what is still needed
     gc.collect()
     slots = [slot for item in planned for slot in item.variant.slots]
@@ -135,6 +153,47 @@ def finish_all(planned: list[Planned], home: Any) -> None:
                 if gradient is not None}
     for slot in slots:
         slot.settle(returned)
+
+
+def _merge(planned: list[Planned], backend: Any) -> None:
+    """Turn the first member of every chain into the chain; the others follow it."""
+    for members in find_chains(planned):
+        first = members[0].planned
+        body = ChainBody(members)
+        analysis = chain_analysis(members, warm_up(body, first.signature, backend))
+        first.analysis, first.chain = analysis, members
+        first.variant.body, first.variant.analysis = body, analysis
+        for member in members[1:]:
+            member.planned.follows = True
+
+
+def _give_accumulators(planned: list[Planned]) -> None:
+    """Accumulators for the signatures whose parameters take one gradient a backward: where one takes several (a module
+    called twice, a parameter of two entries), autograd sums those before it adds them to `.grad`, in that order."""
+    known: dict[int, Accumulator] = {}
+    owners: dict[int, set[int]] = {}
+    for item in planned:
+        body = item.variant.body
+        for parameter in body.parameters:
+            owners.setdefault(id(parameter), set()).add(id(body))
+    for item in planned:
+        body = item.variant.body
+        if item.follows or body.copied or not item.analysis.trainable or item.signature.depth > 1:
+            continue
+        trainable = [parameter for parameter, alias in zip(body.parameters, body.aliases) if alias.requires_grad]
+        reached = item.analysis.reaches[len(item.analysis.reaches) - len(trainable):]
+        receivers = [parameter for parameter, outputs in zip(trainable, reached) if outputs]
+        members = item.chain or ()
+        inside = {id(body), *(id(member.planned.variant.body) for member in members)}
+        if len({id(parameter) for parameter in receivers}) < len(receivers) or any(
+                owners[id(parameter)] - inside for parameter in receivers):
+            continue
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in receivers):
+            continue
+        for parameter in receivers:
+            if id(parameter) not in known:
+                known[id(parameter)] = Accumulator(parameter)
+        item.variant.accumulators = Accumulators([known[id(parameter)] for parameter in receivers])
 
 
 def release(variants: Iterable[Variant]) -> None:
@@ -161,7 +220,8 @@ def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], 
                 static.shape, static.dtype, static.stride()):
             statics[index] = output.detach().requires_grad_(static.requires_grad)
             borrowed[index] = slot
-    slot = Slot(item.entry.name, signature, item.analysis, item.variant.body, statics, borrowed)
+    slot = Slot(item.entry.name, signature, item.analysis, item.variant.body, statics, borrowed,
+                item.variant.accumulators)
     item.variant.slots.append(slot)  # before the capture, so that a failure frees it
     slot.capture_forward(backend, pool)
 

@@ -66,6 +66,11 @@ class GuardBuilder:
     def copy(self) -> GuardBuilder:
         return GuardBuilder(list(self.steps), list(self.constants), list(self.tensors))
 
+    def without(self, reasons: frozenset[str]) -> GuardBuilder:
+        """The same without the checks for `reasons`, where the caller knows the tensors by identity."""
+        kept = [step for step in self.steps if step[0] == "bind" or step[1] not in reasons]
+        return GuardBuilder(kept, list(self.constants), list(self.tensors))
+
     def constant(self, value: Any) -> str:
         self.constants.append(value)
         return f"c{len(self.constants) - 1}"
@@ -353,6 +358,14 @@ def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameter
             elif isinstance(value, (bool, int, float, str, type(None))) and not keeps_call_state(module):
                 constant, now = build.constant(value), f"{state}.get({key!r})"
                 build.check("attribute", f"{label}.{key}", f"({now} is {constant} or {now} == {constant})")
+
+
+def add_hook_checks(build: GuardBuilder, parameters: Sequence[nn.Parameter]) -> None:
+    """Gradients that graphs accumulate by themselves pass by the hooks on parameters: there must be none."""
+    for index, parameter in enumerate(parameters):
+        constant = build.constant(parameter)
+        build.check("hooks", f"parameter {index}",
+                    f"not ({constant}._backward_hooks or {constant}._post_accumulate_grad_hooks)")
 
 
 def _check_storage(build: GuardBuilder, reason: str, where: str, expression: str, value: torch.Tensor | None) -> None:

@@ -26,6 +26,9 @@ class Signature:
         order: position of the first such call among all first calls of the recording.
         statics: copies of the distinct tensor arguments, the static inputs of the first graph replica.
         sources: for each tensor argument, the (signature, output index) that produced it, or None.
+        untouched: for each tensor argument, whether it has a source and was not changed in place since.
+        previous: the signature of the recorded call right before the first of these.
+        carried: tensor arguments that are arguments of that call too: our index to its index.
         depth: largest number of calls alive at once, at least 1.
         refusal: why no graph can stand for this call, or None.
         calls: recorded calls.
@@ -39,6 +42,9 @@ class Signature:
         self.statics = [static_copy(tensor) for tensor in call.tensors]
         self.requires_grad = [tensor.requires_grad for tensor in call.tensors]
         self.sources: list[tuple[Signature, int] | None] = [None] * len(call.tensors)
+        self.untouched = [False] * len(call.tensors)
+        self.previous: Signature | None = None
+        self.carried: dict[int, int] = {}
         self.depth = 1
         self.refusal: str | None = None
         self.calls = 0
@@ -123,7 +129,8 @@ class Recorder:
     def __init__(self, device_type: str):
         self.device_type = device_type
         self.order = 0
-        self.producers: dict[int, tuple[weakref.ref, Signature, int]] = {}
+        self.producers: dict[int, tuple[weakref.ref, Signature, int, int]] = {}
+        self.last: tuple[Signature, list[tuple[weakref.ref, int]]] | None = None
 
     def call(self, target: nn.Module, signatures: list[Signature], limit: int, forward: Callable[..., Any],
              args: tuple, kwargs: dict[str, Any], seen: tuple[tuple, dict[str, Any]]) -> Any:
@@ -138,7 +145,7 @@ class Recorder:
                 call = CallGuard(*seen, self.device_type)
                 tensors = tuple(call.tensors)
                 signature = Signature(call, target, Ambient.now(self.device_type), self.order)
-                signature.sources = [self._source(tensor) for tensor in tensors]
+                self._trace(signature, tensors)
             except Unsupported as refused:
                 signature = RefusedSignature(str(refused), self.order)
                 tensors = None
@@ -165,12 +172,22 @@ class Recorder:
         fresh = [output for output in outputs if not any(output is tensor for tensor in tensors)]
         signature.live.append(LiveCall(fresh))
         for index, output in enumerate(distinct(fresh)):
-            self.producers[id(output)] = (weakref.ref(output), signature, index)
+            self.producers[id(output)] = (weakref.ref(output), signature, index, version_of(output))
+        self.last = (signature, [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors])
         return result
 
-    def _source(self, tensor: torch.Tensor) -> tuple[Signature, int] | None:
-        known = self.producers.get(id(tensor))
-        return (known[1], known[2]) if known is not None and known[0]() is tensor else None
+    def _trace(self, signature: Signature, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Where the arguments of a first call come from."""
+        if self.last is not None:
+            signature.previous = self.last[0]
+        for index, tensor in enumerate(tensors):
+            known = self.producers.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                signature.sources[index] = (known[1], known[2])
+                signature.untouched[index] = known[3] == version_of(tensor)
+            for place, (reference, version) in enumerate(self.last[1] if self.last is not None else ()):
+                if reference() is tensor and version_of(tensor) == version:
+                    signature.carried[index] = place
 
 
 class RefusedSignature(Signature):

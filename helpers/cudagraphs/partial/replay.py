@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: one `Slot` is one pair of forward and backward graphs with its static buffers; a `Variant` is a signature
-with its ring of slots.
+"""Replay: one `Slot` is one replica of a signature's forward and backward graphs with their static buffers; a `Variant` is
+a signature with its slots.
 
 A slot may be replayed only while it is free: the backward of its last forward has run (or its autograd graph is gone),
 and nothing outside refers to the memory that a replay would overwrite. So an output kept by the caller, a second
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cudagraphs.partial.body import Analysis, Body
+from cudagraphs.partial.body import Analysis
 from cudagraphs.partial.errors import StaleGraphError
-from cudagraphs.partial.guards import Guard, GuardBuilder, add_state_checks
+from cudagraphs.partial.gradients import Accumulators, make_backward, storage_counts, use_count
+from cudagraphs.partial.guards import Guard, GuardBuilder, add_hook_checks, add_state_checks
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
-
-use_count = torch._C._storage_Use_Count
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Slot:
@@ -31,28 +29,33 @@ class Slot:
     Args:
         name: of the entry, for messages.
         inputs: static inputs; those in `borrowed` (argument index to producing slot) are another slot's output memory.
-        parameters: what the autograd node connects to besides the inputs: the trainable parameters of the module.
+        accumulators: memory for parameter gradients that the graphs add to; None leaves that to autograd.
     """
 
-    def __init__(self, name: str, signature: Signature, analysis: Analysis, body: Body, inputs: list[torch.Tensor],
-                 borrowed: dict[int, Slot]):
+    def __init__(self, name: str, signature: Signature, analysis: Analysis, body: Any, inputs: list[torch.Tensor],
+                 borrowed: dict[int, Slot], accumulators: Accumulators | None = None):
         self.name, self.signature, self.analysis, self.body = name, signature, analysis, body
-        self.inputs, self.borrowed = inputs, borrowed
+        self.inputs, self.borrowed, self.accumulators = inputs, borrowed, accumulators
         self.outputs: list[torch.Tensor] = []
         self.grad_outputs: list[torch.Tensor] = []  # one a trainable output
-        self.grad_inputs: list[torch.Tensor | None] = []  # one a differentiable input, then one a trainable parameter
+        # One a differentiable input, then, unless the graphs accumulate, one a trainable parameter.
+        self.grad_inputs: list[torch.Tensor | None] = []
         self.forward_graph: Any = None
-        self.backward_graph: Any = None
+        self.write_graph: Any = None  # backward of the outputs at the positions `lean`
+        self.add_graph: Any = None  # the same, adding to the accumulators
+        self.full_graph: Any = None  # backward of all outputs, where `lean` is not all of them
+        self.lean: list[int] = []
+        self.extra_arguments = 0  # of the autograd node, after the inputs: parameters, or an anchor
         self.pending: weakref.ref | None = None  # the autograd node of the last forward, until its backward has run
         self.ticket = 0  # changes whenever the static buffers no longer belong to an earlier forward
         # (storage, references of our own): above that, somebody else looks at our memory. All that is handed out are
         # aliases, so whoever keeps one, or a view of it, shows up on its storage.
         self.watched: list[tuple[int, int]] = []
         self.parameters_exposed = False  # static gradients of parameters were handed out as they are
+        self.sink_watch: list[list[tuple[int, int]]] = []
         self._parameter_watch: list[tuple[int, int]] = []
-        self._sink_watch: list[list[tuple[int, int]]] = []
         self._storages: dict[int, Any] = {}
-        self.run: Callable[..., Any] = _unfinished
+        self.launch: Callable[[tuple[torch.Tensor, ...]], Any] = _unfinished
 
     # Capture
 
@@ -64,25 +67,54 @@ class Slot:
         self.outputs = self.forward_graph.outputs
 
     def capture_backward(self, backend: Any, pool: Any, grad_outputs: list[torch.Tensor]) -> None:
-        """Capture the backward pass for all trainable outputs; `retain_graph` keeps what it reads out of the pool's
-        free list, so no other graph of the pool can be given that memory, in whatever order graphs are replayed."""
+        """Capture the backward pass. `retain_graph` keeps what it reads out of the pool's free list, so no other graph of
+        the pool can be given that memory, in whatever order graphs are replayed."""
         self.grad_outputs = grad_outputs
-        differentiable = self.body.differentiable(self.inputs)
         trainable = self.analysis.trainable
+        self.lean = self.analysis.lean if self.analysis.lean is not None else list(range(len(trainable)))
+        differentiable = self.body.differentiable(self.inputs)
+        split = self._split()
+        buffers = self.accumulators.buffers if self.accumulators is not None else []
 
-        def run(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-            return list(torch.autograd.grad([outputs[index] for index in trainable], differentiable, grad_outputs,
-                                            retain_graph=True, allow_unused=True))
+        def gradients(outputs: list[torch.Tensor], positions: list[int]) -> list[torch.Tensor | None]:
+            return list(torch.autograd.grad([outputs[trainable[position]] for position in positions], differentiable,
+                                            [grad_outputs[position] for position in positions], retain_graph=True,
+                                            allow_unused=True))
 
-        self.backward_graph = backend.capture(run, pool, self.forward_graph)
-        self.grad_inputs = self.backward_graph.outputs
+        def write(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+            found = gradients(outputs, self.lean)
+            if self.accumulators is None:
+                return found
+            torch._foreach_copy_(buffers, [gradient for gradient in found[split:] if gradient is not None])
+            return found[:split]
+
+        def overwrite(positions: list[int], into_buffers: Callable[..., Any]) -> Callable[..., list]:
+            """A further graph whose gradients go where those of `write` went."""
+            def run(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+                found = [gradient for gradient in gradients(outputs, positions)]
+                targets = [static for static in self.grad_inputs if static is not None]
+                values = [gradient for gradient, static in zip(found, self.grad_inputs) if static is not None]
+                if targets:
+                    torch._foreach_copy_(targets, values)
+                if buffers:
+                    into_buffers(buffers, [gradient for gradient in found[split:] if gradient is not None])
+                return []
+            return run
+
+        self.write_graph = backend.capture(write, pool, self.forward_graph)
+        self.grad_inputs = self.write_graph.outputs
+        if buffers:
+            self.add_graph = backend.capture(overwrite(self.lean, torch._foreach_add_), pool, self.forward_graph)
+        if len(self.lean) < len(trainable):
+            self.full_graph = backend.capture(overwrite(list(range(len(trainable))), torch._foreach_copy_), pool,
+                                              self.forward_graph)
 
     def finish(self) -> None:
         """Build the replay functions. `settle` must follow once every slot of the manager is finished."""
         returned = [gradient for gradient in self.grad_inputs if gradient is not None]
         storages = [tensor.untyped_storage() for tensor in (*self.outputs, *returned, *self.grad_outputs)]
         self._storages = {storage._cdata: storage for storage in storages}
-        self.run = self._trainable_run() if self.analysis.trainable else self._plain_run()
+        self.launch = self._trainable_launch() if self.analysis.trainable else self._plain_launch()
 
     def settle(self, returned: set[int]) -> None:
         """Take the reference counts that mean "nobody else looks at this memory".
@@ -92,10 +124,10 @@ class Slot:
         """
         split = self._split()
         own = self.outputs + [gradient for gradient in self.grad_inputs[:split] if gradient is not None]
-        self.watched = _storage_counts(own)
-        self._parameter_watch = _storage_counts(self.grad_inputs[split:])
-        self._sink_watch = [_storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
-                            for sink in self.grad_outputs]
+        self.watched = storage_counts(own)
+        self._parameter_watch = storage_counts(self.grad_inputs[split:])
+        self.sink_watch = [storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
+                           for sink in self.grad_outputs]
 
     def _split(self) -> int:
         """How many of `grad_inputs` belong to arguments; the rest belong to parameters."""
@@ -129,41 +161,45 @@ class Slot:
                 return False
         return True
 
-    def _plain_run(self) -> Callable[..., Any]:
+    def _plain_launch(self) -> Callable[[tuple[torch.Tensor, ...]], Any]:
         """Replay without autograd: copy in, replay, hand out aliases of the static outputs."""
         load, replay, outputs = self._loader(), self.forward_graph.replay, self.outputs
-        rebuild = self.analysis.plan.rebuild
         recorded = self.signature.ambient.grad and any(static.requires_grad for static in self.inputs)
 
-        def run(tensors: tuple[torch.Tensor, ...]) -> Any:
+        def launch(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
             if recorded:  # or the copies would become part of the caller's autograd graph
                 with torch.no_grad():
                     load(tensors)
             else:
                 load(tensors)
             replay()
-            return rebuild([output.detach() for output in outputs], tensors)
+            return [output.detach() for output in outputs]
 
-        return run
+        return launch
 
-    def _trainable_run(self) -> Callable[..., Any]:
-        function = self._autograd_function()
-        apply, rebuild = function.apply, self.analysis.plan.rebuild
-        if self.body.copied:
-            trainable = [position for position, alias in enumerate(self.body.aliases) if alias.requires_grad]
+    def _trainable_launch(self) -> Callable[[tuple[torch.Tensor, ...]], Any]:
+        """Replay through an autograd node that connects to the inputs and, unless the graphs accumulate, to the
+        trainable parameters."""
+        body = self.body
+        trainable = [position for position, alias in enumerate(body.aliases) if alias.requires_grad]
+        if body.copied:
+            self.extra_arguments = len(trainable)
+            apply = self._node().apply
 
-            def parameters() -> list[nn.Parameter]:
-                live = self.body.live_parameters()
-                return [live[position] for position in trainable]
-        else:
-            fixed = [p for p, alias in zip(self.body.parameters, self.body.aliases) if alias.requires_grad]
+            def launch(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+                live = body.live_parameters()
+                return apply(*tensors, *[live[position] for position in trainable])
 
-            def parameters() -> list[nn.Parameter]:
-                return fixed
-
-        if self.analysis.plan.expression == "o[0]":
-            return lambda tensors: apply(*tensors, *parameters())[0]
-        return lambda tensors: rebuild(apply(*tensors, *parameters()), tensors)
+            return launch
+        if self.accumulators is None:
+            arguments = tuple(body.parameters[position] for position in trainable)
+        elif any(static.requires_grad for static in self.inputs):
+            arguments = ()
+        else:  # something must ask autograd for a node
+            arguments = (torch.zeros((), device=self.outputs[0].device, requires_grad=True),)
+        self.extra_arguments = len(arguments)
+        apply = self._node().apply
+        return lambda tensors: apply(*tensors, *arguments)
 
     def _loader(self) -> Callable[[tuple[torch.Tensor, ...]], None]:
         """A function that copies the arguments into the static inputs, all in one fused call, except those that are
@@ -178,10 +214,7 @@ class Slot:
                 return [tensor if cut is None else tensor[cut] for tensor, cut in zip(tensors, cuts)]
         else:
             cut_down = None
-        if self.body.copied:
-            copies = [alias.detach() for alias in self.body.aliases]
-        else:
-            copies = None
+        copies = [alias.detach() for alias in self.body.aliases] if self.body.copied else []
 
         def load(tensors: tuple[torch.Tensor, ...]) -> None:
             into, values = [], []
@@ -199,15 +232,14 @@ class Slot:
 
         return load
 
-    def _autograd_function(self) -> type[torch.autograd.Function]:
+    def _node(self) -> type[torch.autograd.Function]:
         """The autograd node of this slot. It saves nothing: what backward needs is in the static buffers."""
-        slot, load, backward = self, self._loader(), self._backward()
+        slot, load, backward = self, self._loader(), make_backward(self)
         replay, outputs = self.forward_graph.replay, self.outputs
         plain = [index for index in range(len(outputs)) if index not in self.analysis.trainable]
         watched = [outputs[index] for index in self.analysis.saved_outputs]
         borrowed = [(index, self.inputs[index].data_ptr(), index in self.analysis.saved_inputs)
                     for index in self.borrowed]
-
         wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
 
         class Replay(torch.autograd.Function):
@@ -250,110 +282,16 @@ class Slot:
 
         return Replay
 
-    def _filler(self) -> Callable[[tuple], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """A function that brings the incoming gradients into the static ones. It returns what has to be put back after
-        the replay: memory that is also the gradient another slot handed out, and that somebody kept."""
-        slot = self
-        sinks = [(index, sink, sink.data_ptr(), sink.stride(), position) for position, (index, sink)
-                 in enumerate(zip(self.analysis.trainable, self.grad_outputs))]
-
-        def fill(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            into, values, kept = [], [], []
-            for index, sink, pointer, stride, position in sinks:
-                gradient = gradients[index]
-                if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
-                    continue
-                if any([use_count(handle) > own for handle, own in slot._sink_watch[position]]):
-                    kept.append((sink, sink.clone()))
-                if gradient is None:
-                    sink.zero_()
-                else:
-                    into.append(sink)
-                    values.append(gradient)
-            if len(into) == 1:
-                into[0].copy_(values[0])
-            elif into:
-                torch._foreach_copy_(into, values)
-            return kept
-
-        return fill
-
-    def _backward(self) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-        """Build the backward replay: gradients in, one replay, gradients out."""
-        slot, fill, replay = self, self._filler(), self.backward_graph.replay
-        trainable, reaches = self.analysis.trainable, self.analysis.reaches
-        wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
-        count = len(self.inputs)
-        template: list[torch.Tensor | None] = [None] * count + self.grad_inputs[len(wanted):]
-        places = wanted + list(range(count, len(template)))  # of each differentiable input in the node's arguments
-        for place, gradient in zip(wanted, self.grad_inputs):
-            template[place] = gradient
-        to_inputs = [(place, template[place]) for place in wanted if template[place] is not None]
-        to_parameters = [(place, template[place]) for place in places[len(wanted):] if template[place] is not None]
-        statics = [gradient for _, gradient in to_parameters]
-        trainable_parameters = [p for p, alias in zip(self.body.parameters, self.body.aliases) if alias.requires_grad]
-        receivers = [trainable_parameters[place - count] for place, _ in to_parameters]
-
-        def backward(gradients: tuple[torch.Tensor | None, ...], leaves: list[int]) -> tuple[torch.Tensor | None, ...]:
-            if torch.is_grad_enabled():
-                raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
-                                      "backward does not have; close the manager or leave this module out")
-            kept = fill(gradients)
-            replay()
-            result: Any = [None] * len(template)
-            if kept or keeps_graph():  # the same memory may be written again before these gradients are read
-                result = [None if gradient is None else gradient.clone() for gradient in template]
-            else:
-                for place, gradient in to_inputs:
-                    result[place] = gradient.clone() if place in leaves else gradient.detach()
-                absent = [parameter.grad is None for parameter in receivers]
-                if all(absent):
-                    # AccumulateGrad adopts these copies as .grad: one kernel for all parameters.
-                    for (place, _), gradient in zip(to_parameters, clone_all(statics)):
-                        result[place] = gradient
-                else:  # it adds those in place
-                    slot.parameters_exposed = True
-                    for (place, gradient), missing in zip(to_parameters, absent):
-                        result[place] = gradient.clone() if missing else gradient.detach()
-            if not keeps_graph():
-                slot.ticket += 1
-                slot.pending = None
-            for sink, value in kept:
-                sink.copy_(value)
-            defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
-            if len(defined) < len(trainable):
-                for place, reached in zip(places, reaches):
-                    if not reached & defined:
-                        result[place] = None
-            return tuple(result)
-
-        return backward
-
     def reset(self) -> None:
         """Free the graphs. Safe to call again; the slot must not be replayed afterwards."""
-        self.run = _unfinished
-        for graph in (self.backward_graph, self.forward_graph):
+        self.launch = _unfinished
+        for graph in (self.full_graph, self.add_graph, self.write_graph, self.forward_graph):
             if graph is not None:
                 graph.reset()
         self.ticket += 1
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
-        self.watched, self._parameter_watch, self._sink_watch, self._storages = [], [], [], {}
-        self.borrowed = {}
-        self.pending = None
-
-
-def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of all tensors, by one kernel where torch can fuse them."""
-    if len(tensors) < 2:
-        return [tensor.clone() for tensor in tensors]
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
-
-
-def _storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
-    handles = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
-    return [(handle, use_count(handle)) for handle in sorted(handles)]
+        self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
+        self.borrowed, self.accumulators, self.pending = {}, None, None
 
 
 def _unfinished(*_: Any) -> Any:
@@ -366,24 +304,41 @@ class Variant:
     def __init__(self, signature: Signature, body: Any, analysis: Analysis | None, stream: Callable[[], Any]):
         self.signature, self.body, self.analysis = signature, body, analysis
         self.add_checks: Callable[[GuardBuilder, Signature], None] | None = None
+        self.accumulators: Accumulators | None = None
         self.slots: list[Slot] = []
         self._stream = stream
         self.guard: Guard | None = None
 
-    def finish(self, home: Any) -> None:
-        """Compile the full guard. `home` is the stream that replays must run on."""
+    def build_guard(self, home: Any) -> GuardBuilder:
+        """All checks of the signature, its module and the ambient state. `home` is the stream replays must run on."""
         builder = self.signature.builder.copy()
         add_state_checks(builder, self.body.target, copied_parameters=self.body.copied)
+        if self.accumulators is not None:
+            add_hook_checks(builder, self.accumulators.parameters)
         builder.check("stream", "current stream", f"{builder.constant(self._stream)}() == {builder.constant(home)}")
         if self.add_checks is not None:
             self.add_checks(builder, self.signature)
         if self.body.copied:
             builder.check("parameter storage", "parameters", f"{builder.constant(self._parameters_fit)}()")
-        self.guard = builder.build()
+        return builder
+
+    def finish(self, home: Any) -> None:
+        """Compile the guard and the replay functions."""
+        self.guard = self.build_guard(home).build()
         for slot in self.slots:
             slot.finish()
         self.by_pointer = {slot.inputs[index].data_ptr(): slot for slot in self.slots for index in slot.borrowed}
         self.borrowed = sorted({index for slot in self.slots for index in slot.borrowed})
+
+    def runner(self) -> Callable[[Any, tuple[torch.Tensor, ...]], Any]:
+        """`(slot, tensors) -> result of the module`."""
+        plan = self.analysis.plan if self.analysis is not None else None
+        if plan is None:
+            return lambda slot, tensors: slot.launch(tensors)
+        if plan.expression == "o[0]":
+            return lambda slot, tensors: slot.launch(tensors)[0]
+        rebuild = plan.rebuild
+        return lambda slot, tensors: rebuild(slot.launch(tensors), tensors)
 
     def _parameters_fit(self) -> bool:
         """Copied parameters: the live ones have storage and the captured shape, dtype and requires_grad."""

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward half of a slot: incoming gradients into the static ones, one replay, gradients out.
+
+Gradients of parameters leave in one of two ways. Through autograd (the default): the node returns them, AccumulateGrad
+adopts or adds them, and hooks see them. Inside the graph (`accumulate_in_graph`): a `write` graph stores them and an `add`
+graph adds them to memory that is the parameters' `.grad`; autograd never sees the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cudagraphs.partial.errors import StaleGraphError
+
+use_count = torch._C._storage_Use_Count
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """(storage handle, references now) of the distinct storages behind `tensors`."""
+    handles = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+    return [(handle, use_count(handle)) for handle in sorted(handles)]
+
+
+def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of all tensors, by one kernel where torch can fuse them."""
+    if len(tensors) < 2:
+        return [tensor.clone() for tensor in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A function that brings the incoming gradients of some trainable outputs into the static ones. It returns what has
+    to be put back after the replay: memory that is also a gradient another slot handed out, and that somebody kept."""
+    sinks = []
+    for position in positions:
+        sink = slot.grad_outputs[position]
+        sinks.append((slot.analysis.trainable[position], sink, sink.data_ptr(), sink.stride(), position))
+
+    def fill(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        into, values, kept = [], [], []
+        for index, sink, pointer, stride, position in sinks:
+            gradient = gradients[index]
+            if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
+                continue
+            if any([use_count(handle) > own for handle, own in slot.sink_watch[position]]):
+                kept.append((sink, sink.clone()))
+            if gradient is None:
+                sink.zero_()
+            else:
+                into.append(sink)
+                values.append(gradient)
+        if len(into) == 1:
+            into[0].copy_(values[0])
+        elif into:
+            torch._foreach_copy_(into, values)
+        return kept
+
+    return fill
+
+
+class Accumulator:
+    """Memory for the gradient of one parameter that graphs write to and that is handed out as its `.grad`."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter = parameter
+        self.buffer = torch.zeros_like(parameter, requires_grad=False)
+        self.pointer = self.buffer.data_ptr()
+        self._storage = self.buffer.untyped_storage()
+        self._own = use_count(self._storage._cdata)
+
+    def held(self) -> bool:
+        """Whether somebody refers to this memory."""
+        return use_count(self._storage._cdata) > self._own
+
+
+class Accumulators:
+    """The accumulators of the parameters that one signature gives gradients to."""
+
+    def __init__(self, each: list[Accumulator]):
+        self.each = each
+        self.parameters = [one.parameter for one in each]
+        self.buffers = [one.buffer for one in each]
+
+    def accumulate(self, write: Callable[[], None], add: Callable[[], None] | None, unreached: set[int]) -> None:
+        """Replay `write` or `add` so that every `.grad` holds what AccumulateGrad would have left there.
+
+        Args:
+            add: None where only `write` covers this pattern of incoming gradients.
+            unreached: positions of parameters that no gradient flows to this time.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        attached = [gradient is not None and gradient.data_ptr() == one.pointer
+                    for gradient, one in zip(gradients, self.each)]
+        if add is not None and all(attached) and not unreached:
+            add()
+            return
+        # Memory that is .grad, or that somebody kept when it stopped being .grad, must outlive the write.
+        kept = [one.buffer.clone() if is_gradient or one.held() else None for one, is_gradient in zip(self.each, attached)]
+        write()
+        for position, (one, gradient, is_gradient, value) in enumerate(zip(self.each, gradients, attached, kept)):
+            if is_gradient and position not in unreached:
+                one.buffer.add_(value)
+                continue
+            if position in unreached:
+                pass
+            elif gradient is not None:
+                gradient.add_(one.buffer)
+            else:
+                one.parameter.grad = one.buffer.detach() if value is None else one.buffer.clone()
+            if value is not None:
+                one.buffer.copy_(value)
+
+
+def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
+    """The backward replay of a slot: `(incoming gradients, leaf arguments) -> gradients of the node's arguments`."""
+    analysis, inputs, grad_inputs = slot.analysis, slot.inputs, slot.grad_inputs
+    trainable, reaches = analysis.trainable, analysis.reaches
+    wanted = [index for index, static in enumerate(inputs) if static.requires_grad]
+    count = len(inputs)
+    template: list[torch.Tensor | None] = [None] * count + grad_inputs[len(wanted):]
+    places = wanted + list(range(count, len(template)))  # of each differentiable input among the node's arguments
+    for place, gradient in zip(wanted, grad_inputs):
+        template[place] = gradient
+    to_inputs = [(place, template[place]) for place in wanted if template[place] is not None]
+    to_parameters = [(place, template[place]) for place in places[len(wanted):] if template[place] is not None]
+    statics = [gradient for _, gradient in to_parameters]
+    trainable_parameters = [p for p, alias in zip(slot.body.parameters, slot.body.aliases) if alias.requires_grad]
+    receivers = [trainable_parameters[place - count] for place, _ in to_parameters]
+    arguments = count + slot.extra_arguments
+    accumulators = slot.accumulators
+    receiver_reaches = [reached for reached in reaches[len(wanted):] if reached]
+
+    lean = slot.lean  # positions of the outputs that the cheap backward graph covers
+    fill_lean, fill_all = make_filler(slot, lean), make_filler(slot, list(range(len(trainable))))
+    beyond = [trainable[position] for position in range(len(trainable)) if position not in lean]
+    write = slot.write_graph.replay
+    add = slot.add_graph.replay if slot.add_graph is not None else None
+    write_all = slot.full_graph.replay if slot.full_graph is not None else write
+
+    def launch(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        full = beyond and any([gradients[index] is not None for index in beyond])
+        kept = fill_all(gradients) if full else fill_lean(gradients)
+        if accumulators is not None:
+            defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
+            unreached = set() if len(defined) == len(trainable) else {
+                position for position, reached in enumerate(receiver_reaches) if not reached & defined}
+            accumulators.accumulate(write_all if full else write, None if full else add, unreached)
+        elif full:
+            write_all()
+        else:
+            write()
+        return kept
+
+    def backward(gradients: tuple[torch.Tensor | None, ...], leaves: list[int]) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured backward "
+                                  "does not have; close the manager or leave this module out")
+        kept = launch(gradients)
+        result: list[torch.Tensor | None] = [None] * arguments
+        keeps = keeps_graph()
+        if kept or keeps:  # the same memory may be written again before these gradients are read
+            for place, gradient in (*to_inputs, *to_parameters):
+                result[place] = gradient.clone()
+        else:
+            for place, gradient in to_inputs:
+                result[place] = gradient.clone() if place in leaves else gradient.detach()
+            if statics:
+                absent = [parameter.grad is None for parameter in receivers]
+                if all(absent):
+                    # AccumulateGrad adopts these copies as .grad: one kernel for all parameters.
+                    for (place, _), gradient in zip(to_parameters, clone_all(statics)):
+                        result[place] = gradient
+                else:  # it adds those in place
+                    slot.parameters_exposed = True
+                    for (place, gradient), missing in zip(to_parameters, absent):
+                        result[place] = gradient.clone() if missing else gradient.detach()
+        if not keeps:
+            slot.ticket += 1
+            slot.pending = None
+        for sink, value in kept:
+            sink.copy_(value)
+        defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
+        if len(defined) < len(trainable):
+            for place, reached in zip(places, reaches):
+                if not reached & defined:
+                    result[place] = None
+        return tuple(result)
+
+    return backward
