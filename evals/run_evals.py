@@ -8,7 +8,8 @@ Usage:
         --arm with_skill --arm without_skill --cases 'repair-*' --repeat 3 --jobs 2 --output out
     python evals/run_evals.py --agent replay:evals/results/agents --arm with_skill --arm without_skill
     python evals/run_evals.py --grade FOLDER --cases moe-dropless      grade a workspace that an agent worked in elsewhere
-    python evals/run_evals.py --prepare FOLDER --arm with_skill        write workspaces and prompts, to be worked in elsewhere
+    python evals/run_evals.py --prepare FOLDER --arm with_skill        write workspaces and tasks, to be worked in elsewhere
+    python evals/run_evals.py --collect FOLDER --agent NAME --record evals/results/agents     grade and record what was done there
 
 Arms: with_skill (the packaged skill lies in .agents/skills of the workspace), without_skill, other:DIR (another skill folder).
 Every run has a workspace of its own outside the repository: the case's workspace folder, and nothing of the expectations.
@@ -206,7 +207,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=60, metavar="N", help="model calls for one run of an endpoint (default 60)")
     parser.add_argument("--output", type=Path, metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", help="keep transcripts and final files for replay")
-    parser.add_argument("--prepare", type=Path, metavar="DIR", help="only write workspaces and prompts")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="only write workspaces and tasks")
+    parser.add_argument("--collect", type=Path, metavar="DIR", help="grade the workspaces of --prepare after agents worked there")
     parser.add_argument("--grade", type=Path, metavar="DIR", help="grade a workspace of the one case that --cases names")
     return parser
 
@@ -220,6 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for arm in arguments.arm:
             if arm not in ("with_skill", "without_skill") and not (arm.startswith("other:") and Path(arm[6:]).is_dir()):
                 raise agents.AgentError(f"--arm {arm}: with_skill, without_skill, or other:DIR with an existing folder")
+        if arguments.collect:
+            return collect(arguments, chosen)
         if arguments.grade:
             return grade_folder(chosen, arguments.grade)
         return run_all(arguments, chosen, arguments.arm or ["with_skill"])
@@ -282,15 +286,76 @@ def skill_of(arm: str, scratch: Path) -> Path | None:
     return package(scratch / "skill") if arm == "with_skill" else Path(arm[6:]).resolve()
 
 
+TASK = """\
+You work in the folder {workspace} and nowhere else: look at no file outside it, and use no web search. `{python}` has PyYAML and
+Jinja2 where you need Python. First run `date +%s > {folder}/started`, as the last thing `date +%s > {folder}/ended`.
+{skills}
+The task, as the user wrote it:
+
+{prompt}
+
+When you are done, write {folder}/transcript.json: {{"actions": [{{"tool": "shell" or "edit" or "read", "input": "<the command, or the
+file>", "output": "<what came of it, in a line>"}}, one for each command, edit and read in order], "final_message": "<your answer to
+the user>"}}.
+"""
+SKILLS = """\
+Skills of this project (read the SKILL.md of one before you start, if it fits the task):
+- {name} ({path}/SKILL.md): {description}
+"""
+
+
 def write_workspaces(target: Path, chosen: list[Case], skills: dict[str, Path | None]) -> int:
+    """DIR/<case>/<arm>/workspace and task.txt, which holds all that an agent is to be told."""
     for arm, skill in skills.items():
         for case in chosen:
-            folder = target / case.id / arm.replace(":", "_")
+            folder = (target / case.id / arm.replace(":", "_")).resolve()
             folder.mkdir(parents=True)
-            prepare(case, skill, folder)
-            (folder / "prompt.txt").write_text(case.prompt + "\n", encoding="utf-8")
-            print(folder)
+            workspace = prepare(case, skill, folder)
+            listed = ""
+            if skill is not None:
+                text = (skill / "SKILL.md").read_text(encoding="utf-8")
+                description = next(line for line in text.splitlines() if line.startswith("description: "))[13:]
+                path = workspace / ".agents" / "skills" / skill.name
+                listed = SKILLS.format(name=skill.name, path=path, description=description)
+            task = TASK.format(workspace=workspace, folder=folder, python=sys.executable, skills=listed, prompt=case.prompt)
+            (folder / "task.txt").write_text(task, encoding="utf-8")
+            print(folder / "task.txt")
     return 0
+
+
+def collect(arguments: argparse.Namespace, chosen: list[Case]) -> int:
+    """Grade DIR/<case>/<arm>/workspace and keep the record. Arms in which nobody worked (no file `ended`) are left out."""
+    runs = []
+    with Upstream() as upstream:
+        for case in chosen:
+            for folder in sorted(path for path in (arguments.collect / case.id).glob("*") if (path / "ended").is_file()):
+                workspace = (folder / "workspace").resolve()
+                transcript = worked(folder)
+                grade = case.grader(upstream)(workspace, transcript)
+                runs.append(Run(case, folder.name, 1, transcript, grade))
+                print(f"{folder.name} {case.id}: {'pass' if grade.passed else 'FAIL ' + '; '.join(runs[-1].summary()['failed_checks'])}")
+                if arguments.record:
+                    date = datetime.fromtimestamp(float((folder / "started").read_text()), timezone.utc).strftime("%Y-%m-%d")
+                    target = arguments.record / folder.name / case.id
+                    write_record(target, case, workspace, transcript, grade, agent=arguments.agent, arm=folder.name, date=date)
+    if not runs:
+        raise agents.AgentError(f"{arguments.collect}: no finished run of these cases")
+    document = benchmark(runs, arguments.agent or "agent", 1)
+    if arguments.record:
+        (arguments.record / "benchmark.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(document))
+    return 0
+
+
+def worked(folder: Path) -> Transcript:
+    """The transcript that an agent wrote in DIR/<case>/<arm>, and the seconds between its two time stamps."""
+    started, ended = (float((folder / name).read_text()) for name in ("started", "ended"))
+    try:
+        written = json.loads((folder / "transcript.json").read_text(encoding="utf-8"))
+        actions = [action if isinstance(action, dict) else {"tool": "", "input": str(action)} for action in written["actions"]]
+        return Transcript(actions, str(written.get("final_message", "")), ended - started)
+    except (OSError, ValueError, KeyError, TypeError):
+        return Transcript([], "", ended - started, stopped="no readable transcript.json")
 
 
 def write_output(target: Path, runs: list[Run], document: dict) -> None:

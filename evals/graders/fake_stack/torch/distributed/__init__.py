@@ -1,42 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's process group, which cannot be destroyed while a graph is alive; what else is called does nothing."""
+"""The functions of distributed_c10d, as torch.distributed re-exports them; what else is called does nothing."""
 
-import time
-
-from torch import event
-from torch.cuda import graphs
-
-_initialized = False
-
-
-def init_process_group(*args, **options):
-    global _initialized
-    _initialized = True
-
-
-def is_initialized():
-    return _initialized
-
-
-def is_available():
-    return True
-
-
-def get_rank(*_):
-    return 0
-
-
-def get_world_size(*_):
-    return 1
-
-
-def destroy_process_group(*_):
-    global _initialized
-    event("destroy", live=graphs.live())
-    while graphs.live():  # the communicator is in use by a graph, and stays so: nobody else frees it
-        time.sleep(0.2)
-    _initialized = False
-    event("destroyed")
+from torch.distributed.distributed_c10d import (  # noqa: F401
+    GroupMember,
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_available,
+    is_initialized,
+)
 
 
 def __getattr__(name):
