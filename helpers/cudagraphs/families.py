@@ -93,6 +93,9 @@ def _known(settings: Settings, trait: str) -> Trait | None:
             pattern = value_of(settings, name) if name in facts else None
             if isinstance(pattern, str):
                 return Trait("M" in pattern, "known", f"{name} is {pattern[:24]}{'...' if len(pattern) > 24 else ''}")
+        has = value_of(settings, "model.has_mamba")
+        if has is not None:
+            return Trait(bool(has), "known", "the model's layers are given")
     if trait == "gdn":
         variant = value_of(settings, "experimental_attention_variant")
         if variant == "gated_delta_net":

@@ -582,19 +582,28 @@ RULES = (
         title="Local graphs for inference only",
         layer="capture",
         severity="runtime",
-        mcore=(18, None),
-        when=lambda f, v: local_layers(f) and f["graph.inference_scope"] == "block" and not f["graph.modules"],
-        message="no scopes with inference_cuda_graph_scope=block: training is not captured",
-        mend="set inference_cuda_graph_scope=\"layer\" to capture whole layers in training, or name scopes",
-        fix=lambda f, v: {
-            "inference_cuda_graph_scope": "layer",
-            **(mends.scopes(f, v, ()) if "full_iteration_inference" in str(mends.known(f, "cuda_graph_modules")) else {}),
-        },
-        why="With block, the enclosing block owns the graphs, and it makes them for inference only.",
-        source=f"{LAYER} TransformerLayer.create_mcore_cudagraph_manager (0.18+)",
-        bad=(Example({**LOCAL, "inference_cuda_graph_scope": "block"}, NEW),),
-        good=(Example(LOCAL, NEW),),
         frameworks=(LM, CORE),
+        mcore=(17, None),
+        when=lambda f, v: local_layers(f)
+        and (
+            (f["graph.inference_scope"] == "block" and not f["graph.modules"])
+            if v.minor >= 18
+            else f["graph.modules"] == ("full_iteration_inference",)
+        ),
+        message="graphs are asked for at inference alone (scopes {graph.modules}, inference scope {graph.inference_scope}): "
+        "training is not captured",
+        mend="set inference_cuda_graph_scope=\"layer\" (0.17: the scope \"full\") to capture whole layers in training, or name "
+        "scopes",
+        fix=lambda f, v: {"cuda_graph_scope": []}
+        if v.minor == 17
+        else {"inference_cuda_graph_scope": "layer", **mends.scopes(f, v, ())},
+        why="With block, the enclosing block owns the graphs, and it makes them for inference only.",
+        source=f"{LAYER} TransformerLayer.create_mcore_cudagraph_manager",
+        bad=(
+            Example({**LOCAL, "inference_cuda_graph_scope": "block"}, NEW),
+            Example({**LOCAL, "cuda_graph_scope": ["full_iteration_inference"]}, {"mcore": "0.17"}),
+        ),
+        good=(Example(LOCAL, NEW),),
     ),
     Rule(
         code="CG720",

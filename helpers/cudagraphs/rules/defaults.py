@@ -224,7 +224,8 @@ def field_names(minor: int) -> frozenset[str]:
 
 def candidates(name: str, minor: int) -> tuple[Any, ...]:
     """Values to try for an unknown fact, () where no few values stand for all."""
-    return implementations(minor) if name == "cuda_graph_impl" else DOMAINS.get(name, ())
+    # any other value is as wrong as one that is none
+    return (*implementations(minor), "") if name == "cuda_graph_impl" else DOMAINS.get(name, ())
 
 
 def default(name: str, minor: int, framework: str = "") -> Any:
