@@ -319,6 +319,8 @@ RULES = (
         message="the batch size ramps up ({train.rampup_batch_size}), and the graph replays the number of microbatches that it "
         "was captured with",
         mend="unset the ramp-up, or start with graphs off and turn them on in a run that resumes after it",
+        fix=lambda f, v: {"train.rampup_batch_size": None},
+        safe=False,
         why="The wrapper captures one iteration and never looks at the number of microbatches again: after the ramp-up the "
         "steps are silently too small.",
         source=f"{FULL_GRAPH}.__call__",

@@ -80,6 +80,8 @@ RULES = (
         when=lambda f, v: f["torch.fsdp"] == 1 and whole(f),
         message="the whole step is captured, and the model is wrapped in FSDP version 1",
         mend="capture submodules inside the FSDP units, or use FSDP2 with resharding after the forward off",
+        fix=lambda f, v: {"torch.capture": "partial"},
+        safe=False,
         why="Its hooks free and gather parameters, wait on events and copy through pinned memory; none of that can be recorded.",
         source="pytorch#127225, pytorch#164264",
         upstream=("operation not permitted when stream is capturing",),
