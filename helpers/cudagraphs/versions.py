@@ -87,6 +87,16 @@ def _metadata_folders() -> tuple[str, ...]:
     return tuple(found)
 
 
+def check_covered(mcore: Number) -> None:
+    """Raises VersionError for a megatron-core that the rules do not cover."""
+    newest_minor = parse(NEWEST["mcore"])[1]
+    if not (OLDEST_MCORE <= mcore[:2] <= (0, newest_minor + 1)):
+        raise VersionError(
+            f"megatron-core {'.'.join(map(str, mcore))} is outside what the rules cover (0.13 to 0.{newest_minor}); "
+            "give --mcore with a covered version to judge by its rules"
+        )
+
+
 def installed(component: str) -> str | None:
     """The version of the installed distribution, read from its metadata without importing it; None if it is not installed."""
     for name in DISTRIBUTIONS[component]:
@@ -128,13 +138,8 @@ def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions
             continue
         numbers[component] = parse(text)
         how.append((component, origin))
-    mcore = numbers["mcore"]
-    newest_minor = parse(NEWEST["mcore"])[1]
-    if mcore is not None and not (OLDEST_MCORE <= mcore[:2] <= (0, newest_minor + 1)):
-        raise VersionError(
-            f"megatron-core {'.'.join(map(str, mcore))} is outside what the rules cover (0.13 to 0.{newest_minor}); "
-            "give --mcore with a covered version to judge by its rules"
-        )
+    if numbers["mcore"] is not None:
+        check_covered(numbers["mcore"])
     arch = given.get("arch")
     if arch is not None:
         numbers["arch"] = parse_arch(arch)

@@ -15,7 +15,7 @@ from cudagraphs.rules.base import Condition, Member
 from cudagraphs.rules.evaluate import is_full_iteration, is_whole_layer, recompute
 from cudagraphs.rules.normalize import normalize
 from cudagraphs.rules.registry import config_rules
-from cudagraphs.versions import Versions, parse
+from cudagraphs.versions import Versions, check_covered, parse
 
 UNKNOWN_FIELD = "CG016"
 _ENUM_FIELDS = ("cuda_graph_scope", "cuda_graph_modules", "inference_cuda_graph_scope")
@@ -39,6 +39,7 @@ def untag(value: Any) -> Any:
 @lru_cache(maxsize=64)
 def _prepared(mcore: str, te: str | None) -> tuple[Versions, dict[str, Any], frozenset[str], tuple[tuple[str, Condition], ...]]:
     versions = Versions(mcore=parse(mcore), te=parse(te) if te else None)
+    check_covered(versions.mcore)
     rules = tuple((rule.code, rule.when) for rule in config_rules(versions.minor))
     return versions, defaults.of_config(versions.minor), defaults.field_names(versions.minor), rules
 
