@@ -139,6 +139,7 @@ def _by_text(path: Path, file: TextFile, versions: Versions, framework: str | No
     from cudagraphs.formats.python_recipe import PythonRecipe
 
     words = [line.split("#")[0].strip() for line in file.text.splitlines() if line.split("#")[0].strip()]
+    words = [word.lstrip("'\"") for word in words]
     if words and all(OPTION.match(word) or OVERRIDE.match(word) for word in words):
         recipe = LaunchScript(path, versions, framework, file, listed=True)
         if recipe.commands:
