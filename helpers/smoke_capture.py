@@ -36,7 +36,7 @@ from cudagraphs import versions as known
 from cudagraphs.capture import parent, plan, plot, ranks, report, variants
 from cudagraphs.capture.gpulock import GpuLock
 from cudagraphs.capture.run import Effort, run
-from cudagraphs.capture.stacks import IMPORTS
+from cudagraphs.capture.stacks import imports
 
 DISTRIBUTION = {"megatron-core": "mcore", "transformer-engine": "te", "torch": "torch"}
 NEEDS = {
@@ -242,7 +242,7 @@ def _jobs(setup: dict, chosen: list[variants.Variant], rules: dict, args, stack:
 def _launcher(args, stack: str, logs: Path, progress):
     """(launcher, machine). Falls back to fresh processes where forked ones cannot use the GPU."""
     try:
-        forked = parent.ForkLauncher(logs, IMPORTS[stack])
+        forked = parent.ForkLauncher(logs, imports(stack))
     except parent.StartError as error:
         raise Unavailable(str(error)) from error
     progress(f"{stack} imported in {forked.seconds:.1f} s")

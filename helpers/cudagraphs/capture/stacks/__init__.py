@@ -23,12 +23,14 @@ TRAINERS = {
     "transformer-engine": "cudagraphs.capture.stacks.te",
     "torch": "cudagraphs.capture.stacks.plain",
 }
-# What a stack imports, slowest first; the fork server imports these once for all variants.
-IMPORTS = {
-    "megatron-core": ("torch", "transformer_engine.pytorch", "megatron.core.models.gpt", "megatron.core.optimizer"),
-    "transformer-engine": ("torch", "transformer_engine.pytorch"),
-    "torch": ("torch",),
-}
+# What every trainer process needs besides its stack; torch._dynamo is what the first optimizer of torch imports.
+_COMMON = ("torch", "torch._dynamo", "torch.profiler", "cudagraphs.capture.child", "cudagraphs.capture.digest",
+           "cudagraphs.capture.memory", "cudagraphs.capture.stacks.batches", "delete_graphs")
+
+
+def imports(stack: str) -> tuple[str, ...]:
+    """The modules of a stack, for the fork server to import once for all variants. None of them touches CUDA at import."""
+    return (*_COMMON, TRAINERS[stack])
 
 
 def trainer(job: dict):
