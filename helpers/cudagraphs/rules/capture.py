@@ -751,8 +751,9 @@ RULES = (
         mend="shard optimizer states and gradients only (optim or optim_grads), or from 0.19 set "
         "ddp.megatron_fsdp_cuda_graph_mode=True with fsdp_double_buffer; check with a smoke run",
         why="A graph reads parameters at the addresses of its capture; FSDP frees and gathers them elsewhere unless its buffers "
-        "are kept.",
-        source="megatron/core/distributed/distributed_data_parallel_config.py megatron_fsdp_cuda_graph_mode (0.19)",
+        "are kept. One experiment replayed a full-iteration graph five times and crashed on the sixth.",
+        source="megatron/core/distributed/distributed_data_parallel_config.py megatron_fsdp_cuda_graph_mode (0.19); "
+        "Megatron-LM#6152",
         bad=(
             Example(
                 {

@@ -208,4 +208,69 @@ RULES = (
         bad=(Example({**PARTIAL, "torch.gradient_accumulation": 2}),),
         good=(Example(PARTIAL), Example({**PARTIAL, "torch.gradient_accumulation": 2, "torch.grads_cloned": True})),
     ),
+    Rule(
+        code="CG911",
+        title="One graph for several microbatches in flight",
+        layer="capture",
+        severity="error",
+        frameworks=(PYTORCH, TE, DEEPSPEED),
+        when=lambda f, v: f["torch.capture"] == "partial"
+        and f["torch.microbatches_in_flight"] > 1
+        and not f["torch.graph_per_microbatch"],
+        message="{torch.microbatches_in_flight} microbatches are in flight between forward and backward, and each module has one "
+        "graph",
+        mend="capture one graph a microbatch in flight (Transformer Engine's make_graphed_callables takes the schedule as _order), "
+        "or run one microbatch at a time",
+        why="A second forward through the same graph overwrites the activations that the first one's backward still needs; "
+        "gradients are wrong or NaN. A pipeline without interleaving does exactly that.",
+        source="Megatron-LM#422; transformer_engine/pytorch/graph.py make_graphed_callables (_order)",
+        bad=(Example({**PARTIAL, "torch.microbatches_in_flight": 4}),),
+        good=(
+            Example({**PARTIAL, "torch.microbatches_in_flight": 4, "torch.graph_per_microbatch": True}),
+            Example(PARTIAL),
+        ),
+    ),
+    Rule(
+        code="CG912",
+        title="Capture on a device that is not the current one",
+        layer="capture",
+        severity="runtime",
+        frameworks=(PYTORCH, TE),
+        when=lambda f, v: capturing(f)
+        and f["torch.model_device"] is not None
+        and f["torch.model_device"] != f["torch.current_device"],
+        message="the model lies on device {torch.model_device}, and device {torch.current_device} is current",
+        mend="call torch.cuda.set_device(...) before warm-up and capture, and make the streams on that device",
+        fix=lambda f, v: {"torch.current_device": f["torch.model_device"]},
+        why="The capture stream is made on the current device, and work that lands on another device's default stream breaks the "
+        "capture.",
+        source="pytorch#87794",
+        upstream=("operation not permitted when stream is capturing",),
+        bad=(Example({**WHOLE, "torch.model_device": 1}),),
+        good=(Example({**WHOLE, "torch.model_device": 1, "torch.current_device": 1}),),
+    ),
+    Rule(
+        code="CG913",
+        title="Captured optimizer step over parameters without a gradient",
+        layer="capture",
+        severity="runtime",
+        frameworks=(PYTORCH, DEEPSPEED),
+        when=lambda f, v: bool(f["torch.optimizer_in_graph"]) and bool(f["torch.params_without_grad"]),
+        message="the optimizer step is captured while some parameters have no gradient: these are never updated again",
+        mend="give every trainable parameter a gradient before the capture, and keep the buffers (zero_grad(set_to_none=False))",
+        why="The step skips a parameter without a gradient, and the graph keeps skipping it when the gradient comes later.",
+        source="microsoft/dion PR 108",
+        bad=(
+            Example(
+                {
+                    **WHOLE,
+                    "torch.optimizer_in_graph": True,
+                    "torch.optimizer_capturable": True,
+                    "torch.lr_is_tensor": True,
+                    "torch.params_without_grad": True,
+                }
+            ),
+        ),
+        good=(Example({**WHOLE, "torch.params_without_grad": True}),),
+    ),
 )

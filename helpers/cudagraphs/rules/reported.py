@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from cudagraphs.rules.base import Example, Facts, Rule
+from math import inf, isfinite
+
+from cudagraphs.rules.base import BRIDGE, Example, Facts, Rule
 from cudagraphs.rules.capture import FULL, MOE, NEW, TE, te
 from cudagraphs.rules.moe import dense
 from cudagraphs.versions import Versions
@@ -109,6 +111,123 @@ RULES = (
         source="megatron/core/transformer/transformer_config.py TransformerConfig.cuda_graph_warmup_steps",
         upstream=("operation not permitted when stream is capturing",),
         bad=(Example({**TE, "cuda_graph_modules": ["attn"], "cuda_graph_warmup_steps": 0}, NEW),),
+        good=(Example({**TE, "cuda_graph_modules": ["attn"]}, NEW),),
+    ),
+    Rule(
+        code="CG805",
+        title="Optimizer graph that compares the gradient norm on the host",
+        layer="reported",
+        severity="error",
+        mcore=(18, None),
+        when=lambda f, v: bool(f["optimizer.optimizer_cuda_graph"])
+        and (v.minor == 18 or isfinite(f["optimizer.grad_norm_skip_threshold"])),
+        message="the optimizer step is captured, and it compares the gradient norm with grad_norm_skip_threshold="
+        "{optimizer.grad_norm_skip_threshold} on the host",
+        mend="keep the optimizer eager in 0.18; from 0.19 leave grad_norm_skip_threshold at infinity",
+        fix=lambda f, v: {"optimizer.optimizer_cuda_graph": False}
+        if v.minor == 18
+        else {"optimizer.grad_norm_skip_threshold": inf},
+        why="The norm is a tensor on the device where fused kernels are there, and comparing it copies it to the host. 0.18 "
+        "compares whatever the threshold is, 0.19 only with a finite one.",
+        source="Megatron-LM#5889; megatron/core/optimizer/optimizer.py ChainedOptimizer.step (0.18, 0.19)",
+        upstream=("operation not permitted when stream is capturing",),
+        bad=(
+            Example({"optimizer.optimizer_cuda_graph": True, "bf16": True}, {**NEW, "mcore": "0.18"}),
+            Example({"optimizer.optimizer_cuda_graph": True, "bf16": True, "optimizer.grad_norm_skip_threshold": 10.0}, NEW),
+        ),
+        good=(Example({"optimizer.optimizer_cuda_graph": True, "bf16": True}, NEW),),
+    ),
+    Rule(
+        code="CG806",
+        title="Captured attention under expert-parallel overlap in an interleaved pipeline",
+        layer="reported",
+        severity="warning",
+        mcore=(18, None),
+        when=lambda f, v: bool(f["overlap_moe_expert_parallel_comm"])
+        and te(f)
+        and "attn" in f["graph.modules"]
+        and f["pipeline_model_parallel_size"] > 1,
+        message="attention is captured while expert-parallel communication overlaps, with {pipeline_model_parallel_size} pipeline "
+        "stages: one user saw gradient norms explode after some eighty steps",
+        mend="compare a few hundred steps with eager before trusting it; smoke_capture compares gradients by parameter group",
+        why="The overlapped schedule keeps several microbatches in flight, each with graphs of its own. The report is open: "
+        "without graphs the same run is fine.",
+        source="Megatron-LM#5966",
+        upstream=("found NaN in local grad norm for bucket",),
+        bad=(
+            Example(
+                {
+                    **TE,
+                    **MOE,
+                    "cuda_graph_modules": ["attn"],
+                    "overlap_moe_expert_parallel_comm": True,
+                    "expert_model_parallel_size": 8,
+                    "pipeline_model_parallel_size": 8,
+                    "virtual_pipeline_model_parallel_size": 4,
+                },
+                NEW,
+            ),
+        ),
+        good=(
+            Example(
+                {
+                    **TE,
+                    **MOE,
+                    "cuda_graph_modules": ["attn"],
+                    "overlap_moe_expert_parallel_comm": True,
+                    "expert_model_parallel_size": 8,
+                },
+                NEW,
+            ),
+        ),
+    ),
+    Rule(
+        code="CG807",
+        title="Graphs around the alltoall dispatcher at scale",
+        layer="reported",
+        severity="info",
+        frameworks=(BRIDGE,),
+        when=lambda f, v: te(f)
+        and "moe_preprocess" in f["graph.modules"]
+        and f["moe_token_dispatcher_type"] == "alltoall"
+        and f["expert_model_parallel_size"] > 1,
+        message="users saw runs hang in the token dispatcher right after the capture with the alltoall dispatcher and these "
+        "scopes",
+        mend="try a short run at full scale first; with the flex dispatcher (HybridEP or DeepEP) the preparation stays on the "
+        "device",
+        why="The report is open: it came with one release and depends on scale, and attention alone hung in one of the setups.",
+        source="Megatron-Bridge#3517",
+        bad=(
+            Example(
+                {**TE, **MOE, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"], "expert_model_parallel_size": 4},
+                {**NEW, "bridge": "0.6.2"},
+            ),
+        ),
+        good=(
+            Example(
+                {
+                    **TE,
+                    **MOE,
+                    "moe_token_dispatcher_type": "flex",
+                    "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"],
+                    "expert_model_parallel_size": 4,
+                },
+                {**NEW, "bridge": "0.6.2"},
+            ),
+        ),
+    ),
+    Rule(
+        code="CG808",
+        title="PyTorch that deprecates how generators are registered with graphs",
+        layer="reported",
+        severity="info",
+        torch=((2, 14), None),
+        when=lambda f, v: f["graph.active"],
+        message="PyTorch 2.14 warns about CUDAGraph.register_generator_state(), which megatron-core and Transformer Engine call",
+        mend="the warning is harmless; a PyTorch that drops the method needs a newer megatron-core",
+        why="The tracker that graphs need asserts that the method is there.",
+        source="Megatron-LM PR 7348",
+        bad=(Example({**TE, "cuda_graph_modules": ["attn"]}, {**NEW, "torch": "2.14"}),),
         good=(Example({**TE, "cuda_graph_modules": ["attn"]}, NEW),),
     ),
 )
