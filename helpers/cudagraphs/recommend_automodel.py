@@ -60,8 +60,8 @@ def recommend_automodel(
     if {"attn", "te_dpa"} & set(modules):
         overrides["backend.attn"] = "te"
     if "attn" in modules:
-        overrides.update({"backend.linear": "torch", "backend.rms_norm": "torch"})
-        reasons.append("attn: the whole attention module; its linear and norm backends must be PyTorch's")
+        overrides.update({"backend.linear": "torch", "backend.rms_norm": "torch", "backend.rope_fusion": False})
+        reasons.append("attn: the whole attention module; its linear and norm backends must be PyTorch's, without fused RoPE")
     if "te_dpa" in modules:
         reasons.append("te_dpa: the attention core alone, which changes no other backend")
     if "moe_router" in modules:

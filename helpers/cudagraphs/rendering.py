@@ -130,6 +130,7 @@ class Template:
     minors: tuple[int, int] | None
     impls: tuple[str, ...]
     models: tuple[str, ...]
+    facts: Mapping[str, Any]
 
     def values(self, given: Mapping[str, str]) -> dict[str, Any]:
         """Every variable's value. Raises RenderError for an unknown variable or a value outside its domain."""
@@ -153,7 +154,7 @@ def index(folder: Path = FOLDER) -> Mapping[str, Template]:
             name, entry["what"], entry["file"], entry["suffix"], entry["framework"],
             {**own, **(shared if entry.get("graphs") else {})}, bool(entry.get("graphs")), entry.get("reads", ""),
             tuple(entry["mcore"]) if "mcore" in entry else None, tuple(entry.get("impls", ())),
-            tuple(entry.get("models", MODELS)),
+            tuple(entry.get("models", MODELS)), entry.get("facts", {}),
         )  # fmt: skip
     return templates
 
@@ -402,6 +403,11 @@ def judge(template: Template, text: str, settings: Settings, seen: Mapping[str, 
 
     The kind of model is taken as given: a snippet does not say it.
     """
+    if template.facts:
+        facts = {
+            name: seen[value[1:]] if isinstance(value, str) and value.startswith("$") else value for name, value in template.facts.items()
+        }  # fmt: skip
+        return check(settings.with_values(facts))
     without_settings = template.reads in ("script", "arguments") and not seen["arguments"] and not seen["settings"]
     if not template.reads or without_settings:
         return []
