@@ -113,8 +113,8 @@ def _wheel(project: str, version: str, pin: dict[str, str]) -> Path:
         return wheel
     if offline():
         raise WheelUnavailable(
-            f"{project} {version} is not in the cache ({cache_dir()}) and NEMO_CUDA_GRAPHS_OFFLINE=1 forbids downloading: "
-            f"unset it, or put {pin['file']} into the cache's wheels folder"
+            f"{project} {version} is not in the cache ({cache_dir()}) and NEMO_CUDA_GRAPHS_OFFLINE=1 forbids "
+            f"downloading: unset it, or put {pin['file']} into the cache's wheels folder"
         )
     wheel.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".download-") as scratch:
@@ -124,7 +124,7 @@ def _wheel(project: str, version: str, pin: dict[str, str]) -> Path:
             command += ["--platform", platform]
         command.append(f"{project}=={version}")
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
             reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         except subprocess.TimeoutExpired:
             reason = f"no answer within {DOWNLOAD_LIMIT_S} s"

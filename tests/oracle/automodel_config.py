@@ -36,8 +36,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import protocol, standins  # noqa: E402
+import wheels
+from oracle import protocol, standins
 
 AUTOMODEL = "0.7.0"
 MODULES = ("attn", "te_dpa", "moe_router", "moe_preprocess")

@@ -42,18 +42,16 @@ import importlib
 import inspect
 import itertools
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import bridge_recipes, protocol, standins  # noqa: E402
-from oracle.transformer_config import DEFAULT_TE, GRAPH_FIELDS  # noqa: E402
+import wheels
+from oracle import bridge_recipes, protocol
+from oracle.transformer_config import DEFAULT_TE, GRAPH_FIELDS
 
 # Bridge minor -> the pinned Bridge, and the megatron-core that it names as its own.
 PINS = {
@@ -205,9 +203,7 @@ def cases(minor: str) -> Iterator[dict]:
             {"dataset.pad_to_max_length": False, "dataset.dataset_kwargs": {}},
         ]
         boundaries = [{}, {"dataset.offline_packing_specs.pad_cu_seqlens": True}]
-        requests += [
-            {"set": merge(*parts, on), "base": "sft"} for parts in itertools.product(graphs, pads, boundaries)
-        ]
+        requests += [{"set": merge(*parts, on), "base": "sft"} for parts in itertools.product(graphs, pads, boundaries)]
     requests += list(_weight_gradient_cases(on, "cuda_graph_modules" if new_names else "cuda_graph_scope"))
     for position, request in enumerate(requests):
         yield {"id": position, **request}

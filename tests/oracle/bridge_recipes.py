@@ -57,8 +57,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import recipe_validation, standins  # noqa: E402
+import wheels
+from oracle import recipe_validation, standins
 
 BRIDGE = "0.6.2"
 MCORE = "0.19.2"

@@ -115,7 +115,7 @@ AUTOMODEL_ERRORS = (
 def identify(error: dict[str, str], table=CONFIG_ERRORS) -> str:
     """The id of an error in the workers' format ({"type", "text", "in"})."""
     for name, kind, pattern, function in table:
-        if error["type"] == kind and re.search(pattern, error["text"]):
-            if function is None or re.fullmatch(function, error["in"]):
-                return name
+        here = function is None or re.fullmatch(function, error["in"])
+        if here and error["type"] == kind and re.search(pattern, error["text"]):
+            return name
     return UNMAPPED

@@ -332,9 +332,7 @@ def random_configurations(minor: str, seed: int, count: int) -> Iterator[dict]:
             fields["cuda_graph_warmup_steps"] = source.choice((0, 1, 3))
             fields.update(
                 source.choice(
-                    available(
-                        minor, [{}, *({"fine_grained_offloading_max_inflight_offloads": n} for n in (-1, 0, 4))]
-                    )
+                    available(minor, [{}, *({"fine_grained_offloading_max_inflight_offloads": n} for n in (-1, 0, 4))])
                 )
             )
         if has(minor, OVERLAP) and source.random() < 0.2:

@@ -41,9 +41,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import protocol, standins, transformer_config  # noqa: E402
-from oracle.transformer_config import DEFAULT_TE  # noqa: E402
+import wheels
+from oracle import protocol, standins, transformer_config
+from oracle.transformer_config import DEFAULT_TE
 
 MINORS = ("0.17", "0.18", "0.19")
 BASE_ARGV = (

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-
 UPSTREAM = "/unpacked/"  # every release is run from below this folder of the cache (wheels.py)
 
 

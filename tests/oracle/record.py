@@ -42,8 +42,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import (  # noqa: E402
+import wheels
+from oracle import (
     automodel_config,
     bridge_config,
     errors,

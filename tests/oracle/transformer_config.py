@@ -48,8 +48,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import protocol, standins  # noqa: E402
+import wheels
+from oracle import protocol, standins
 
 DEFAULT_TE = "2.14.0"
 BASE_FIELDS = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4}
