@@ -66,6 +66,22 @@ def _delayed(f: Facts) -> bool:
     return f["comm_overlap.delay_wgrad_compute"] is True and f["graph.active"] and delayed_wgrad_captured(f)
 
 
+def _checked(f: Facts, v: Versions) -> bool:
+    """Whether Bridge's check sees the scope: 0.4 compares with members of the enum, and a string is none."""
+    if v.bridge is None or v.bridge >= (0, 5):
+        return True
+    scope = f["cuda_graph_scope"]
+    return any(isinstance(item, Member) for item in (scope if isinstance(scope, list) else [scope]))
+
+
+def _unchecked_wgrad(f: Facts, v: Versions) -> bool:
+    if not _delayed(f) or _checked(f, v):
+        return False
+    if not v.at_least("te", 2, 12) or not f["gradient_accumulation_fusion"]:
+        return True
+    return "attn" in f["graph.modules"] and bool(f["add_bias_linear"] or f["add_qkv_bias"])
+
+
 def asserts_tracker(f: Facts) -> bool:
     """Whether the model's provider asserts the tracker: GPT's does; those of vision-language and hybrid models do not."""
     names = "".join(str(mends.known(f, name, "")) for name in ("model.provider", "model.hf_id")).lower()
@@ -178,7 +194,7 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 4), None),
-        when=lambda f, v: not v.at_least("te", 2, 12) and _delayed(f),
+        when=lambda f, v: not v.at_least("te", 2, 12) and _delayed(f) and _checked(f, v),
         message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules} needs Transformer Engine 2.12",
         mend="use Transformer Engine 2.12 or newer, or drop the scope (attn; moe_router with shared experts), or turn "
         "comm_overlap.delay_wgrad_compute off",
@@ -200,7 +216,10 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 4), None),
-        when=lambda f, v: v.at_least("te", 2, 12) and _delayed(f) and not f["gradient_accumulation_fusion"],
+        when=lambda f, v: v.at_least("te", 2, 12)
+        and _delayed(f)
+        and _checked(f, v)
+        and not f["gradient_accumulation_fusion"],
         message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}, and gradient_accumulation_fusion is off",
         mend="set model.gradient_accumulation_fusion=True, or turn comm_overlap.delay_wgrad_compute off",
         fix=lambda f, v: {"gradient_accumulation_fusion": True},
@@ -221,6 +240,7 @@ RULES = (
         when=lambda f, v: v.at_least("te", 2, 12)
         and "attn" in f["graph.modules"]
         and _delayed(f)
+        and _checked(f, v)
         and (bool(f["add_bias_linear"]) or bool(f["add_qkv_bias"])),
         message="comm_overlap.delay_wgrad_compute with a captured attention that has a bias",
         mend="turn comm_overlap.delay_wgrad_compute off, or drop attn from the scopes",
@@ -484,6 +504,40 @@ RULES = (
         good=(
             Example({"harness.cuda_graph_impl": "local", "harness.cuda_graph_scope": "full_iteration"}, NEW),
             Example({"harness.cuda_graph_impl": "transformer_engine", "harness.cuda_graph_scope": "attn,mlp"}, NEW),
+        ),
+    ),
+    Rule(
+        code="CG517",
+        title="Captured delayed weight gradient that Bridge 0.4 does not notice",
+        layer="bridge",
+        severity="runtime",
+        frameworks=(BRIDGE,),
+        bridge=((0, 4), (0, 5)),
+        when=_unchecked_wgrad,
+        message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}: what they need (Transformer Engine 2.12, "
+        "gradient accumulation fusion, no attention bias) is not there, and Bridge 0.4 checks scopes given as enum members only",
+        mend="turn comm_overlap.delay_wgrad_compute off, or drop the scope (attn; moe_router with shared experts)",
+        fix=lambda f, v: {"comm_overlap.delay_wgrad_compute": False, "delay_wgrad_compute": False},
+        why="The check compares the scopes with members of the enum, so names given as strings pass unseen; the failure is the "
+        "same.",
+        source="megatron/bridge/training/comm_overlap.py CommOverlapConfig._get_model_comm_overlap_cfgs (0.4)",
+        bad=(
+            Example(
+                {
+                    **{name: value for name, value in DELAYED.items() if name != "cuda_graph_modules"},
+                    "cuda_graph_scope": ["attn"],
+                },
+                {"bridge": "0.4.2", "mcore": "0.17.1", "te": "2.11"},
+            ),
+        ),
+        good=(
+            Example(
+                {
+                    **{name: value for name, value in DELAYED.items() if name != "cuda_graph_modules"},
+                    "cuda_graph_scope": ["attn"],
+                },
+                {"bridge": "0.4.2", "mcore": "0.17.1", "te": "2.12"},
+            ),
         ),
     ),
 )
