@@ -14,7 +14,9 @@ GRAPHS = "megatron.core.transformer.cuda_graphs"
 FULL = "megatron.core.full_cuda_graph"
 OPTIMIZER = "megatron.core.optimizer.optimizer_cuda_graph"
 
-_LOCAL = {"CudaGraphManager": ("cudagraph_runners",), "_CudaGraphRunner": ("fwd_graph", "bwd_graph"),
+_LOCAL = {"CudaGraphManager": ("cudagraph_runners",), "_CudaGraphRunner": (
+    "fwd_graph", "bwd_graph", "fwd_graph_recorded", "bwd_graph_recorded", "cudagraph_created", "fwd_graph_input_surface",
+    "fwd_graph_outputs", "fwd_graph_output_surface", "static_grad_outputs", "static_grad_inputs"),
           "_CudagraphGlobalRecord": ("cudagraph_created", "cudagraph_record")}
 _HELPER = {"TECudaGraphHelper": ("callables_per_chunk",)}
 _HELPER_16 = {"TECudaGraphHelper": ("callables_per_chunk", "_graphs_created", "graphs_created", "delete_cuda_graphs")}
@@ -134,6 +136,8 @@ class Stack:
         self.graphs = self.module(GRAPHS, **contents)
         runner = runner_class()
         runner.fwd_graph, runner.bwd_graph = self.graph("local forward"), self.graph("local backward")
+        runner.fwd_graph_recorded = runner.bwd_graph_recorded = runner.cudagraph_created = True
+        runner.static_grad_inputs = ("a tensor of the pool",)
         self.manager = self.kept(manager_class())
         self.manager.cudagraph_runners = [runner]
         self.layer = self.kept(layer_class())

@@ -33,7 +33,10 @@ def test_every_minor_is_emptied_once(stack, minor, initialized):
     assert report.live_graphs_before > 0 and report.live_graphs_after == 0
     resets = [entry for entry in stack.log if not entry.startswith("upstream") and entry != "empty_cache"]
     assert len(resets) == len(set(resets)), "nothing is reset twice"
-    assert stack.manager.cudagraph_runners == [] and stack.layer.cuda_graphs == []
+    [runner] = stack.manager.cudagraph_runners
+    assert (runner.fwd_graph, runner.bwd_graph, runner.static_grad_inputs) == (None, None, None)
+    assert runner.fwd_graph_recorded, "a layer that runs again is not recorded again"
+    assert stack.layer.cuda_graphs == []
     assert stack.layer.cuda_graph_manual_hooks == [] or initialized
     again = delete_cuda_graphs()
     assert again.found == {} and again.clean

@@ -144,13 +144,16 @@ def run(row: dict[str, Any]) -> int:
     if where == "evaluation_recaptured":
         try:
             if row["helper"]:
-                mark("cleaned", report=delete_graphs.delete_cuda_graphs().as_dict()["found"])
+                delete_graphs.delete_cuda_graphs()
             else:
                 workload.delete()
             points.phase = "recapture"
             workload.recapture()
         except Exception as error:
             mark("not made", reason=_one_line(error))
+            return NOT_MADE
+        if not _live_graphs():
+            mark("not made", reason="nothing was captured again")
             return NOT_MADE
         mark("recaptured")
         workload.evaluate()
@@ -163,6 +166,13 @@ def run(row: dict[str, Any]) -> int:
         while True:
             workload.step()
     return SURVIVED if fault.fired else NOT_REACHED
+
+
+def _live_graphs() -> int:
+    """Graphs alive in this process, counted the same way with and without the helper."""
+    from cudagraphs.cleanup import finders
+
+    return sum(map(finders.is_live, finders.walk_heap().cuda_graphs))
 
 
 def _one_line(error: BaseException) -> str:

@@ -78,8 +78,8 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 
 
 def applies(graphs: str, where: str) -> bool:
-    """An optimizer graph captures no backward pass."""
-    return not (graphs == "optimizer" and where == "capture_backward")
+    """An optimizer graph captures no backward pass; local graphs are captured once a process (megatron-core 0.19)."""
+    return (graphs, where) not in (("optimizer", "capture_backward"), ("local", "evaluation_recaptured"))
 
 
 def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int) -> list[tuple[str, str, str]]:

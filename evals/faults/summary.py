@@ -16,6 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fault_matrix import EXIT_CODES  # noqa: E402
+
 NOT_JUDGED = ("not made", "not reached", "survived", "failed before the fault", "hang before the fault")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
 MIB = 1 << 20
@@ -43,6 +47,7 @@ def summary(result: dict[str, Any]) -> str:
     for title, key in (("graphs", "graphs"), ("where", "where"), ("how", "how")):
         lines += [*_table(rows, title, lambda row, key=key: row[key]), ""]
     lines += _differences(rows)
+    lines += _other_codes(rows)
     lines += _deleted(rows)
     lines += _unhelped(rows)
     lines += _unjudged(rows)
@@ -53,7 +58,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]], str]) -> list[str]:
     out = [
-        f"| {title} | rows with / without | hangs with / without | wrong exit code with / without | "
+        f"| {title} | rows with / without | hangs with / without | exit code is not the fault's own, with / without | "
         "median seconds from fault to exit, with / without | slowest |",
         "|---|---|---|---|---|---|",
     ]
@@ -62,7 +67,7 @@ def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]
                                 for helper in (True, False))
         out.append(
             f"| {name.replace('_', ' ')} | " + " | ".join(
-                f"{function(with_helper)} / {function(without)}" for function in (len, _hangs, _wrong_code, _median, _slowest)
+                f"{function(with_helper)} / {function(without)}" for function in (len, _hangs, _other_code, _median, _slowest)
             ) + " |"
         )
     return out
@@ -76,8 +81,8 @@ def _hangs(rows: list[dict[str, Any]]) -> int:
     return sum(row["hang"] for row in rows)
 
 
-def _wrong_code(rows: list[dict[str, Any]]) -> int:
-    return sum(row["verdict"] == "exit code" for row in rows)
+def _other_code(rows: list[dict[str, Any]]) -> int:
+    return sum(not row["hang"] and row["exit_code"] != EXIT_CODES[row["how"]] for row in rows)
 
 
 def _times(rows: list[dict[str, Any]]) -> list[float]:
@@ -118,6 +123,17 @@ def _outcome(row: dict[str, Any]) -> str:
     survivors = [code for code in row["survivor_codes"] if code is not None]
     peers = f", peers {', '.join(map(str, survivors))}" if survivors else ""
     return "hang" if row["hang"] else f"exit {row['exit_code']}{peers}"
+
+
+def _other_codes(rows: list[dict[str, Any]]) -> list[str]:
+    """Exit codes that the stack makes of a fault, where they are not the fault's own."""
+    part = [r for r in rows if _judged(r) and not r["hang"] and r["exit_code"] != EXIT_CODES[r["how"]]]
+    counts = Counter((r["how"], r["exit_code"], r["helper"]) for r in part)
+    return [
+        f"{how.replace('_', ' ')} ends with {code}, not {EXIT_CODES[how]}: {counts[how, code, True]} rows with and "
+        f"{counts[how, code, False]} without the helper.\n"
+        for how, code in sorted({(r["how"], r["exit_code"]) for r in part})
+    ]
 
 
 def _deleted(rows: list[dict[str, Any]]) -> list[str]:

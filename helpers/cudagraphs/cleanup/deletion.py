@@ -30,7 +30,8 @@ def delete_cuda_graphs(*objects: Any, release_memory: bool = True, lock_timeout:
     lock_timeout: seconds to wait for a deletion that another thread is in; -1 waits for ever.
 
     Idempotent. Never imports torch, megatron or Transformer Engine; without them it finds nothing. What is deleted can
-    no longer be replayed: torch raises on replay, Transformer Engine on call, megatron-core captures again.
+    no longer be replayed: torch raises on replay, Transformer Engine on call. megatron-core's full-iteration, optimizer
+    and TE-scoped graphs can be captured again; layers with local graphs run eagerly.
     Raises TypeError for an object that cannot hold a graph, and TimeoutError when the lock was not had in time; a
     deletion that fails is reported and does not stop the rest.
     """

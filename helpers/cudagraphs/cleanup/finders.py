@@ -50,6 +50,11 @@ KINDS = (
     "cuda_graph",
 )
 
+# Static inputs and outputs of a runner, which live in the graphs' pool.
+_RUNNER_TENSORS = (
+    "fwd_graph_input_args", "fwd_graph_input_kwargs", "fwd_graph_input_surface", "fwd_graph_outputs",
+    "fwd_graph_output_surface", "static_grad_outputs", "static_grad_inputs",
+)
 _LAYER_CLASSES = {"TransformerLayer", "MambaLayer", "GraphableMegatronModule"}
 _REACH_LIMIT = 200_000  # objects looked at from one given object: about 5,000 submodules, half a second
 
@@ -264,7 +269,7 @@ def _local_runners(heap: Heap, with_record: bool) -> Iterator[Target]:
     """Runners of every CudaGraphManager, then the module's own record.
 
     Upstream's delete_cuda_graphs() walks its record, which creation empties: the runners of training graphs are only
-    reachable from their managers. They are dropped, so a layer that runs again records anew.
+    reachable from their managers.
     """
     for manager in heap.local_managers:
         for runner in list(getattr(manager, "cudagraph_runners", ())):
@@ -273,24 +278,28 @@ def _local_runners(heap: Heap, with_record: bool) -> Iterator[Target]:
     module = loaded(MCORE_GRAPHS)
     record = getattr(module, "_CudagraphGlobalRecord", None)
     if with_record and record is not None and (record.cudagraph_created or record.cudagraph_record):
-        yield Target("local_runner", f"{MCORE_GRAPHS}.{record.__name__}", lambda: _reset_record(module, record, heap))
+        yield Target("local_runner", f"{MCORE_GRAPHS}.{record.__name__}", lambda: _reset_record(module, record))
 
 
 def _reset_runner(runner: Any) -> None:
+    """The runner stays with its manager, marked as recorded: its layer then runs eagerly.
+
+    A second recording in the same process is not upstream's plan. In 0.19 it ends in a bare AssertionError, because
+    cached inputs (rotary embeddings) still carry the buffers of the first capture (_resolve_input_buffer).
+    """
     graphs = [g for g in (runner.fwd_graph, runner.bwd_graph) if g is not None]
     runner.fwd_graph = runner.bwd_graph = None
-    runner.cudagraph_created = runner.fwd_graph_recorded = runner.bwd_graph_recorded = False
+    runner.cudagraph_created = False
+    for name in _RUNNER_TENSORS:
+        if hasattr(runner, name):
+            setattr(runner, name, None)
     _call_all([graph.reset for graph in graphs])
 
 
-def _reset_record(module: ModuleType, record: Any, heap: Heap) -> None:
+def _reset_record(module: ModuleType, record: Any) -> None:
     manager_class = getattr(module, "CudaGraphManager", None)
     pools = {n: getattr(manager_class, n) for n in ("global_mempool", "fwd_mempools", "bwd_mempool")
              if hasattr(manager_class, n)}
-    for manager in heap.local_managers:
-        manager.cudagraph_runners = []
-        if hasattr(manager, "custom_cudagraphs_lookup_table"):
-            manager.custom_cudagraphs_lookup_table.clear()
     if hasattr(module, "delete_cuda_graphs"):
         module.delete_cuda_graphs()
     record.cudagraph_created = False

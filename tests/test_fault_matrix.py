@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault matrix: its plan, its verdicts, its summary, and rows with stand-in graphs on the CPU."""
+
+import copy
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import fault_matrix
+from faults.summary import main as summary_main
+from faults.summary import summary
+
+MATRIX = Path(fault_matrix.__file__)
+RESULTS = sorted((MATRIX.parents[1] / "results" / "gpu").glob("faults-*.json"))
+
+
+def row(**changes):
+    return {
+        "graphs": "local", "where": "warmup", "how": "exception", "helper": True, "reached": ["ready", "fault"], "hang": False,
+        "exit_code": 1, "survivor_codes": [], "seconds_from_fault": 1.0, "seconds": 2.0, "reserved_bytes_at_fault": 0,
+        "memory_left_bytes": 0, "memory_at_limit_bytes": None, "deleted": None, "reason": None, "last_words": "", **changes,
+    }
+
+
+def test_plan_has_every_combination_once_and_all_places_in_each_round():
+    how = fault_matrix.HOW
+    rows = fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=1)
+    faults = rows[len(fault_matrix.GRAPHS):]
+    places = {(g, w) for g in fault_matrix.GRAPHS for w in fault_matrix.WHERE if fault_matrix.applies(g, w)}
+    assert len(faults) == len(set(faults)) == len(places) * len(how) >= 150
+    for turn in range(len(how)):
+        part = faults[turn * len(places) : (turn + 1) * len(places)]
+        assert {(g, w) for g, w, _ in part} == places
+    assert rows == fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=1)
+    assert rows != fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "ok"),
+        ({"hang": True, "exit_code": None}, "hang"),
+        ({"hang": True, "exit_code": None, "reached": ["ready"]}, "hang before the fault"),
+        ({"reached": ["ready"]}, "failed before the fault"),
+        ({"seconds_from_fault": 10.1}, "slow"),
+        ({"exit_code": 0}, "exit code"),
+        ({"exit_code": -signal.SIGALRM}, "exit code"),
+        ({"survivor_codes": [1, 0]}, "a survivor left with 0"),
+        ({"survivor_codes": [1, -15]}, "ok"),
+        ({"memory_left_bytes": 1}, "memory"),
+        ({"deleted": {"live_graphs_after": 2}}, "graphs left"),
+        ({"exit_code": 96}, "not made"),
+        ({"exit_code": 97}, "survived"),
+        ({"exit_code": 98}, "not reached"),
+        ({"how": "sys_exit", "exit_code": 3}, "ok"),
+        ({"how": "sigterm", "exit_code": -15}, "ok"),
+        ({"how": "sigterm", "exit_code": 143}, "exit code"),
+    ],
+)
+def test_verdicts(changes, verdict):
+    rows = [row(**changes)]
+    fault_matrix.judge(rows)
+    assert rows[0]["verdict"] == verdict
+
+
+def test_the_code_of_the_row_without_the_helper_counts_as_right():
+    rows = [row(helper=False, how="sys_exit", exit_code=1), row(how="sys_exit", exit_code=1)]
+    fault_matrix.judge(rows)
+    assert [r["verdict"] for r in rows] == ["exit code", "ok"]
+
+
+def test_requirements_break_on_one_bad_row_or_on_memory():
+    good, bad = [row()], [row(), row(hang=True, exit_code=None)]
+    helpless = [row(), row(how="os_exit", exit_code=5)]
+    for rows in (good, bad, helpless):
+        fault_matrix.judge(rows)
+    assert fault_matrix.requirements(good, 10, 10)["hold"]
+    assert not fault_matrix.requirements(good, 10, 11)["hold"]
+    assert not fault_matrix.requirements(bad, None, None)["hold"]
+    assert fault_matrix.requirements(helpless, None, None)["rows_judged"] == 1
+    assert not fault_matrix.requirements([], None, None)["hold"]
+
+
+def run_matrix(tmp_path, *arguments):
+    out = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(MATRIX), "--device", "cpu", "--out", str(out), "--quiet", "--json", *arguments],
+        capture_output=True, text=True, timeout=600,
+    )
+    return done, json.loads(out.read_text()) if out.exists() else None
+
+
+@pytest.fixture(scope="module")
+def cpu_result(tmp_path_factory):
+    pytest.importorskip("torch")
+    done, result = run_matrix(tmp_path_factory.mktemp("one"), "--where", "capture_backward", "--how", "sys_exit", "sigkill")
+    return done, result
+
+
+def test_rows_on_the_cpu(cpu_result):
+    """Real processes and gloo. The times are not judged: this may be a busy machine."""
+    done, result = cpu_result
+    assert done.returncode in (0, 1), done.stderr
+    outcomes = {(r["where"], r["how"], r["helper"]): r["exit_code"] for r in result["rows"]}
+    assert outcomes == {(w, h, helper): code for w, h, code in (
+        ("end", "none", 0), ("capture_backward", "sys_exit", 3), ("capture_backward", "sigkill", -9)) for helper in (True, False)}
+    assert json.loads(done.stdout)["requirements"] == result["requirements"]
+    by_helper = {r["how"]: r["deleted"] for r in result["rows"] if r["helper"]}
+    assert by_helper["none"]["live_graphs_before"] == 1 and by_helper["none"]["live_graphs_after"] == 0
+    assert by_helper["sigkill"] is None
+
+
+def test_a_rank_that_dies_takes_the_others_along(tmp_path):
+    pytest.importorskip("torch")
+    done, result = run_matrix(tmp_path, "--ranks", "2", "--where", "replay_forward", "--how", "sigkill", "--helper", "with",
+                              "--hang-after", "120", "--row-limit", "300")
+    assert done.returncode in (0, 1), done.stderr
+    rows = {r["how"]: r for r in result["rows"]}
+    assert rows["none"]["exit_code"] == 0 and rows["none"]["survivor_codes"] == [0]
+    assert rows["sigkill"]["exit_code"] == -9 and not rows["sigkill"]["hang"]
+    assert all(code not in (0, None) for code in rows["sigkill"]["survivor_codes"])
+
+
+def test_spawned_rows_are_the_same(tmp_path):
+    pytest.importorskip("torch")
+    _, result = run_matrix(tmp_path, "--where", "checkpoint_save", "--how", "sigterm", "--helper", "with", "--start", "spawn")
+    assert [r["exit_code"] for r in result["rows"]] == [0, -15]
+
+
+def test_usage_errors(tmp_path):
+    for words in (["--graphs", "local"], ["--ranks", "0"], ["--where", "nowhere"]):
+        done, result = run_matrix(tmp_path, *words)
+        assert done.returncode == 2 and result is None and done.stderr
+
+
+def test_summary_of_a_run(cpu_result):
+    text = summary(cpu_result[1])
+    assert "| stand in |" in text and "| sigkill |" in text and "What cannot be helped (sigkill)" in text
+
+
+def test_summary_counts_hangs_and_differences(cpu_result):
+    result = copy.deepcopy(cpu_result[1])
+    for changed in result["rows"]:
+        if changed["how"] == "sys_exit" and not changed["helper"]:
+            changed.update(hang=True, exit_code=None, verdict="hang")
+    text = summary(result)
+    assert "| stand in | capture backward | hang | exit 3 | 1 |" in text
+    assert "| sys exit | 1 / 1 | 0 / 1 |" in text
+
+
+def test_summary_refuses_another_file(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text('{"kind": "timing"}')
+    assert summary_main([str(other)]) == 2 and "not a result of fault_matrix.py" in capsys.readouterr().err
+    assert summary_main([]) == 2
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_published_results_hold_and_name_no_machine_path(path):
+    text = path.read_text()
+    result = json.loads(text)
+    again = copy.deepcopy(result["rows"])
+    fault_matrix.judge(again)
+    assert [r["verdict"] for r in again] == [r["verdict"] for r in result["rows"]], "the verdicts follow from the raw rows"
+    memory = result["device_memory"]
+    assert fault_matrix.requirements(again, memory["before_bytes"], memory["after_bytes"]) == result["requirements"]
+    assert summary(result)
+    assert not any(word in text for word in ("/work", "/tmp", "/root", "/home"))
