@@ -8,7 +8,8 @@ Usage:
 
 Runs follow one another and share the imports of their stack; the first run of a stack pays for them, as a user does.
 
-Output: one smoke-*.json a run, its table beside it as .txt; a line a run on stdout. `--json` puts one object on stdout instead.
+Output: one smoke-*.json a run, its table beside it as .txt; a line a run on stdout. `--json` puts one object on stdout
+instead.
 
 Exit codes: 0 every run wrote its file, 1 one did not, 2 wrong usage.
 """
@@ -32,36 +33,95 @@ _DENSE = ("--variant", "transformer_engine:attn+mlp", "--variant", "local", "--v
 RUNS: dict[str, tuple[str, ...]] = {
     "smoke-mcore-dense-launch": ("--stack", "megatron-core", "--sweep"),
     "smoke-mcore-dense-compute": ("--stack", "megatron-core", "--size", "compute", *_DENSE),
-    "smoke-mcore-moe-dropless-launch": ("--stack", "megatron-core", "--model", "moe-dropless", "--sweep", "--include-illegal"),
+    "smoke-mcore-moe-dropless-launch": (
+        "--stack",
+        "megatron-core",
+        "--model",
+        "moe-dropless",
+        "--sweep",
+        "--include-illegal",
+    ),
     "smoke-mcore-moe-dropless-routed-launch": (
-        "--stack", "megatron-core", "--model", "moe-dropless", "--variant", _ROUTED, "--variant", f"local:{_ROUTED.split(':')[1]}",
+        "--stack",
+        "megatron-core",
+        "--model",
+        "moe-dropless",
+        "--variant",
+        _ROUTED,
+        "--variant",
+        f"local:{_ROUTED.split(':')[1]}",
     ),
     "smoke-mcore-moe-dropless-compute": (
-        "--stack", "megatron-core", "--model", "moe-dropless", "--size", "compute", "--variant", "transformer_engine:attn",
-        "--variant", _ROUTED,
+        "--stack",
+        "megatron-core",
+        "--model",
+        "moe-dropless",
+        "--size",
+        "compute",
+        "--variant",
+        "transformer_engine:attn",
+        "--variant",
+        _ROUTED,
     ),
     "smoke-mcore-moe-drop-pad-launch": ("--stack", "megatron-core", "--model", "moe-drop-pad", "--sweep"),
     "smoke-mcore-moe-drop-pad-compute": (
-        "--stack", "megatron-core", "--model", "moe-drop-pad", "--size", "compute", "--variant", "transformer_engine:attn+moe",
-        "--variant", "full_iteration",
+        "--stack",
+        "megatron-core",
+        "--model",
+        "moe-drop-pad",
+        "--size",
+        "compute",
+        "--variant",
+        "transformer_engine:attn+moe",
+        "--variant",
+        "full_iteration",
     ),
     "smoke-mcore-fp8-launch": ("--stack", "megatron-core", "--precision", "fp8-delayed", *_DENSE),
     "smoke-mcore-fp8-compute": ("--stack", "megatron-core", "--precision", "fp8-delayed", "--size", "compute", *_DENSE),
     "smoke-mcore-hybrid-moe-launch": ("--stack", "megatron-core", "--model", "hybrid-moe", "--sweep"),
-    "smoke-te-bf16-launch": ("--stack", "transformer-engine",),
+    "smoke-te-bf16-launch": ("--stack", "transformer-engine"),
     "smoke-te-fp8-launch": ("--stack", "transformer-engine", "--precision", "fp8-delayed"),
     "smoke-torch-launch": ("--stack", "torch", "--sweep"),
     "smoke-torch-compute": ("--stack", "torch", "--sweep", "--size", "compute"),
     "smoke-mcore-dropout-launch": ("--stack", "megatron-core", "--dropout", "0.1", "--rounds", "2", *_DENSE),
     "smoke-drill-sync": (
-        "--stack", "megatron-core", "--drill", "sync", "--rounds", "2", "--variant", "transformer_engine:attn",
-        "--variant", "local", "--variant", "full_iteration",
+        "--stack",
+        "megatron-core",
+        "--drill",
+        "sync",
+        "--rounds",
+        "2",
+        "--variant",
+        "transformer_engine:attn",
+        "--variant",
+        "local",
+        "--variant",
+        "full_iteration",
     ),
     "smoke-drill-oom": (
-        "--stack", "megatron-core", "--drill", "oom", "--rounds", "2", "--variant", "transformer_engine:attn",
-        "--variant", "local", "--variant", "full_iteration",
+        "--stack",
+        "megatron-core",
+        "--drill",
+        "oom",
+        "--rounds",
+        "2",
+        "--variant",
+        "transformer_engine:attn",
+        "--variant",
+        "local",
+        "--variant",
+        "full_iteration",
     ),
-    "smoke-drill-static-grads": ("--stack", "torch", "--drill", "static-grads", "--rounds", "2", "--variant", "make_graphed_callables"),
+    "smoke-drill-static-grads": (
+        "--stack",
+        "torch",
+        "--drill",
+        "static-grads",
+        "--rounds",
+        "2",
+        "--variant",
+        "make_graphed_callables",
+    ),
 }
 
 
@@ -91,11 +151,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.only:
             done.append(_run(name, args.out, launchers, extra))
             print(_line(done[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
+            if done[-1]["exit_code"] == 3:  # interrupted, or a fault of the tool that the next run would meet too
+                break
     finally:
         launchers.close()
     if args.json:
         print(json.dumps({"schema_version": 1, "runs": done}))
-    return 0 if all(one["written"] for one in done) else 1
+    return 0 if len(done) == len(args.only) and all(one["written"] for one in done) else 1
 
 
 def _line(one: dict) -> str:

@@ -6,8 +6,8 @@ Usage:
   python evals/smoke_summary.py evals/results/gpu/smoke-*.json
   python evals/smoke_summary.py --plots references/images evals/results/gpu/smoke-*.json
 
-Output: the tables on stdout; `--json` puts one object with the figures behind them there instead. `--plots FOLDER` also draws each
-file as FOLDER/NAME.svg.
+Output: the tables on stdout; `--json` puts one object with the figures behind them there instead. `--plots FOLDER` also
+draws each file as FOLDER/NAME.svg.
 
 Exit codes: 0 done, 2 a file that is missing or no result of smoke_capture.py.
 """
@@ -22,7 +22,17 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
-_HEAD = ("Variant", "Captured", "Parity", "Step, ms (p10 to p90)", "Speedup (95%)", "Memory, MiB", "Capture, s", "Graph launches a step", "Cleanup, s")
+_HEAD = (
+    "Variant",
+    "Captured",
+    "Parity",
+    "Step, ms (p10 to p90)",
+    "Speedup (95%)",
+    "Memory, MiB",
+    "Capture, s",
+    "Graph launches a step",
+    "Cleanup, s",
+)
 
 
 class ResultError(ValueError):
@@ -47,9 +57,16 @@ def figures(result: dict) -> dict:
     eager = next(out for out in result["variants"] if out["name"] == "none")
     busy = eager["busy"]
     return {
-        "file": result["file"], "command": result["command"], "date": result["date"], "revision": result["revision"],
-        "gpu": result["machine"].get("gpu"), "versions": result["versions"], "model": result["model"],
-        "stack": result["stack"], "precision": result["precision"], "shape": result["shape"],
+        "file": result["file"],
+        "command": result["command"],
+        "date": result["date"],
+        "revision": result["revision"],
+        "gpu": result["machine"].get("gpu"),
+        "versions": result["versions"],
+        "model": result["model"],
+        "stack": result["stack"],
+        "precision": result["precision"],
+        "shape": result["shape"],
         "eager_ms": round(eager["timing"]["median"], 2) if eager["timing"] else None,
         "busy_share": round(busy["busy_share"], 3) if busy else None,
         "best_speedup": round(busy["best_speedup"], 2) if busy else None,
@@ -62,13 +79,15 @@ def figures(result: dict) -> dict:
 def _figures_of(out: dict) -> dict:
     speed = out["speedup"]
     return {
-        "captured": out["captured"], "parity": out["parity"]["verdict"] if out["parity"] else None,
+        "captured": out["captured"],
+        "parity": out["parity"]["verdict"] if out["parity"] else None,
         "step_ms": round(out["timing"]["median"], 2) if out["timing"] else None,
         "speedup": round(speed["value"], 2) if speed else None,
         "interval": [round(speed["low"], 2), round(speed["high"], 2)] if speed else None,
         "verdict": speed["verdict"] if speed else None,
         "memory_mib": round(out["memory_cost"] / _MIB) if out["memory_cost"] is not None else None,
-        "failure": _cause(out), "against_rules": out["against_rules"],
+        "failure": _cause(out),
+        "against_rules": out["against_rules"],
     }
 
 
@@ -81,35 +100,42 @@ def _cause(out: dict) -> str | None:
 
 
 def summary(results: list[dict]) -> str:
-    """One section a result: what ran, how busy the GPU was, and a row a variant. `results` come from `load` or have a `file`."""
+    """One section a result: what ran, how busy the GPU was, and a row a variant. `results` come from `load` or have a
+    `file`."""
     return "\n\n".join(_section(result) for result in results) + "\n" if results else ""
 
 
 def _section(result: dict) -> str:
     quoted = figures(result)
     shape = result["shape"]
-    size = f"{shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}, {shape['microbatches']} microbatches"
+    size = f"{shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}, "
+    size += f"{shape['microbatches']} microbatches"
     if shape["experts"]:
         size += f", {shape['experts']} experts top-{shape['top_k']}"
     lines = [f"### {result['stack']}, {result['model']}, {result['precision']}: {size}", ""]
     if quoted["busy_share"] is not None:
         lines.append(
-            f"Eager step {quoted['eager_ms']} ms, GPU busy {quoted['busy_share']:.0%} of it: no graph can give more than "
-            f"{quoted['best_speedup']}x. Eager against its own repeat: {_repeat(result)}. Recommended: "
+            f"Eager step {quoted['eager_ms']} ms, GPU busy {quoted['busy_share']:.0%} of it: no graph can give more "
+            f"than {quoted['best_speedup']}x. Eager against its own repeat: {_repeat(result)}. Recommended: "
             f"`{quoted['recommended']}`."
         )
     else:
         lines.append(f"Eager gave no figures: {_cause(result['variants'][0]) or 'see the file'}.")
     lines += [
-        "", "| " + " | ".join(_HEAD) + " |", "|" + "---|" * len(_HEAD),
+        "",
+        "| " + " | ".join(_HEAD) + " |",
+        "|" + "---|" * len(_HEAD),
         *("| " + " | ".join(_row(out)) + " |" for out in result["variants"] if out["captured"] is not None),
     ]
     wrong = [f"- `{out['name']}`: {out['against_rules']}" for out in result["variants"] if out["against_rules"]]
     if wrong:
         lines += ["", *wrong]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items() if number)
-    lines += ["", f"From `{result['file']}`, {result['machine'].get('gpu', 'CPU')}, {result['date'][:10]}, {versions}:",
-              f"`{result['command']}`"]
+    lines += [
+        "",
+        f"From `{result['file']}`, {result['machine'].get('gpu', 'CPU')}, {result['date'][:10]}, {versions}:",
+        f"`{result['command']}`",
+    ]
     return "\n".join(lines)
 
 
@@ -118,8 +144,12 @@ def _repeat(result: dict) -> str:
     if twin is None or not twin["speedup"]:
         return "not measured"
     speed = twin["speedup"]
-    numbers = "" if not twin["parity"] else ", equal to the last bit" if twin["parity"]["bitwise"] else (
-        f", gradients {twin['parity']['gradients']:.1e} apart"
+    numbers = (
+        ""
+        if not twin["parity"]
+        else ", equal to the last bit"
+        if twin["parity"]["bitwise"]
+        else (f", gradients {twin['parity']['gradients']:.1e} apart")
     )
     return f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]{numbers}"
 
@@ -128,12 +158,14 @@ def _row(out: dict) -> tuple[str, ...]:
     steps, speed, cleanup = out["timing"], out["speedup"], out["cleanup"]
     launches = out["replay"]["profiler_launches"]
     return (
-        f"`{out['name']}`", "yes" if out["captured"] else f"no: {_cause(out) or 'nothing was replayed'}",
+        f"`{out['name']}`",
+        "yes" if out["captured"] else f"no: {_cause(out) or 'nothing was replayed'}",
         out["parity"]["verdict"] if out["parity"] else "",
         f"{steps['median']:.2f} ({steps['p10']:.2f} to {steps['p90']:.2f})" if steps else "",
         f"**{speed['verdict']}** {speed['value']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})" if speed else "",
         f"{out['memory_cost'] / _MIB:+.0f}" if out["memory_cost"] is not None else "",
-        f"{out['capture_s']:.1f}" if out["captures"] else "", f"{launches:.0f}" if launches is not None else "",
+        f"{out['capture_s']:.1f}" if out["captures"] else "",
+        f"{launches:.0f}" if launches is not None else "",
         f"{cleanup['total_s']:.1f}" if cleanup else "",
     )
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Does it capture, is it the same training, is it faster, does it exit cleanly: CUDA graph variants against eager on this GPU.
+"""Does it capture, is it the same training, is it faster, does it exit cleanly: CUDA graphs against eager on this GPU.
 
 Usage:
   python helpers/smoke_capture.py --sweep
@@ -8,13 +8,13 @@ Usage:
   python helpers/smoke_capture.py --recipe recipe.py --json result.json --plot result.svg
   torchrun --nproc-per-node 8 helpers/smoke_capture.py --sweep --tp 2 --ep 4 --model moe-dropless
 
-A variant is IMPL or IMPL:MODULE+MODULE. Each runs in a process of its own; eager runs twice, so that the noise is known.
+A variant is IMPL or IMPL:MODULE+MODULE. Each runs in a process of its own; eager runs twice, to know the noise.
 
-Output: a table with a verdict for each variant and a recommendation on stdout, progress on stderr. `--json` puts the whole result
-on stdout instead (the table then goes to stderr), `--json FILE` writes it to a file.
+Output: a table with a verdict for each variant and a recommendation on stdout, progress on stderr. `--json` puts the
+whole result on stdout instead (the table then goes to stderr), `--json FILE` writes it to a file.
 
-Exit codes: 0 every variant works as the rules say, 1 a variant that the rules allow failed to capture, trained differently or did
-not exit, 2 wrong usage or unreadable input, 3 a fault of this tool, 4 no usable GPU or stack.
+Exit codes: 0 every variant works as the rules say, 1 a variant that the rules allow failed to capture, trained
+differently or did not exit, 2 wrong usage or unreadable input, 3 a fault of this tool, 4 no usable GPU or stack.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -67,7 +68,9 @@ def _arguments() -> argparse.ArgumentParser:
         prog="smoke_capture.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_argument_group("what to run")
-    what.add_argument("--stack", choices=("auto", *variants.IMPLS), default="auto", help="auto takes the richest installed")
+    what.add_argument(
+        "--stack", choices=("auto", *variants.IMPLS), default="auto", help="auto takes the richest installed"
+    )
     what.add_argument("--model", choices=sorted({m for group in variants.MODELS.values() for m in group}), default=None)
     what.add_argument("--recipe", type=Path, help="take model, shape, implementation and scopes from this recipe")
     what.add_argument("--function", help="the function in the recipe's file, where it has several")
@@ -77,12 +80,29 @@ def _arguments() -> argparse.ArgumentParser:
     what.add_argument("--precision", choices=PRECISIONS, default="bf16")
     what.add_argument("--dropout", type=float, default=0.0, metavar="P", help="adds the check that dropout draws anew")
     shape = parser.add_argument_group("shape")
-    shape.add_argument("--size", choices=tuple(plan.SIZES), default="launch", help="launch-bound or compute-bound preset")
-    for name in ("layers", "hidden", "heads", "ffn", "sequence", "microbatch", "microbatches", "vocabulary", "experts", "top-k"):
+    shape.add_argument(
+        "--size", choices=tuple(plan.SIZES), default="launch", help="launch-bound or compute-bound preset"
+    )
+    for name in (
+        "layers",
+        "hidden",
+        "heads",
+        "ffn",
+        "sequence",
+        "microbatch",
+        "microbatches",
+        "vocabulary",
+        "experts",
+        "top-k",
+    ):
         shape.add_argument(f"--{name}", type=_positive)
-    shape.add_argument("--max-layers", type=_positive, default=8, help="a recipe's model is cut to this many (default 8)")
+    shape.add_argument(
+        "--max-layers", type=_positive, default=8, help="a recipe's model is cut to this many (default 8)"
+    )
     effort = parser.add_argument_group("effort")
-    effort.add_argument("--steps", type=_positive, default=20, help="training steps compared after the capture (default 20)")
+    effort.add_argument(
+        "--steps", type=_positive, default=20, help="training steps compared after the capture (default 20)"
+    )
     effort.add_argument("--long", type=int, default=0, metavar="N", help="N more steps, for slow divergence")
     effort.add_argument("--rounds", type=_positive, default=6, help="timing rounds, each variant in turn (default 6)")
     effort.add_argument("--seed", type=int, default=1234)
@@ -94,7 +114,9 @@ def _arguments() -> argparse.ArgumentParser:
     process.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the torch stack")
     process.add_argument("--jobs", type=_positive, help="processes on the GPU at once (default: what fits)")
     process.add_argument("--start", choices=("fork", "spawn"), default="fork", help="fork: import the stack once")
-    process.add_argument("--phase-limit", type=float, default=180.0, metavar="S", help="seconds for one phase (default 180)")
+    process.add_argument(
+        "--phase-limit", type=float, default=180.0, metavar="S", help="seconds for one phase (default 180)"
+    )
     process.add_argument("--exit-limit", type=float, default=15.0, metavar="S", help="seconds for leaving (default 15)")
     process.add_argument("--memory-limit", type=float, metavar="GIB", help="GPU memory that each variant may use")
     process.add_argument("--drill", choices=DRILLS, help="break the variants on purpose, to see the report")
@@ -129,7 +151,18 @@ def _stack(wanted: str, device: str) -> tuple[str, dict[str, str | None]]:
 def _shape(args: argparse.Namespace, model: str) -> plan.Shape:
     given = {
         name: getattr(args, name)
-        for name in ("layers", "hidden", "heads", "ffn", "sequence", "microbatch", "microbatches", "vocabulary", "experts", "top_k")
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "ffn",
+            "sequence",
+            "microbatch",
+            "microbatches",
+            "vocabulary",
+            "experts",
+            "top_k",
+        )
         if getattr(args, name) is not None
     }
     base = plan.shape(args.size, model)
@@ -162,7 +195,9 @@ def _recipe(args: argparse.Namespace, world: int, limit_bytes: int):
     return plan.model_of(read.values), scaled, notes + changes + read.notes, read.variant, read.config
 
 
-def _setup(args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict, machine: dict) -> tuple[dict, dict, list]:
+def _setup(
+    args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict, machine: dict
+) -> tuple[dict, dict, list]:
     """(setup common to all jobs, rules by variant name, variants to run)."""
     changes: list[str] = []
     wanted = None
@@ -190,10 +225,23 @@ def _setup(args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict,
     if pattern and "M" not in pattern and model == "hybrid":
         changes.append("no Mamba layers: mamba-ssm is not installed (pip install mamba-ssm causal-conv1d)")
     setup = {
-        "stack": stack, "model": model, "shape": plan.as_dict(shape), "precision": args.precision, "dropout": args.dropout,
-        "seed": args.seed, "device": args.device, "rank": here.rank, "world": here.world, "local_rank": here.local_rank,
-        "data_rank": here.rank % (here.world // args.pp) // args.tp, "rendezvous": here.rendezvous, "parallel": parallel,
-        "overlap_grad_reduce": args.overlap_grad_reduce, "pattern": pattern, "versions": found, "changes": changes,
+        "stack": stack,
+        "model": model,
+        "shape": plan.as_dict(shape),
+        "precision": args.precision,
+        "dropout": args.dropout,
+        "seed": args.seed,
+        "device": args.device,
+        "rank": here.rank,
+        "world": here.world,
+        "local_rank": here.local_rank,
+        "data_rank": here.rank % (here.world // args.pp) // args.tp,
+        "rendezvous": here.rendezvous,
+        "parallel": parallel,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+        "pattern": pattern,
+        "versions": found,
+        "changes": changes,
         "memory_limit": int(args.memory_limit * GIB) if args.memory_limit else None,
         "config": plan.config_fields(model, shape, args.precision, args.dropout, parallel, pattern, extra),
     }
@@ -213,7 +261,9 @@ def known_package(name: str) -> bool:
     return True
 
 
-def _variants(args, stack: str, model: str, pattern: str | None, recipe: variants.Variant | None) -> list[variants.Variant]:
+def _variants(
+    args, stack: str, model: str, pattern: str | None, recipe: variants.Variant | None
+) -> list[variants.Variant]:
     chosen = [variants.parse(text, stack) for text in args.variant]
     if recipe is not None:
         chosen.append(recipe)
@@ -222,7 +272,9 @@ def _variants(args, stack: str, model: str, pattern: str | None, recipe: variant
     return [variant for variant in dict.fromkeys(chosen) if variant.impl != "none"]
 
 
-def _jobs(setup: dict, chosen: list[variants.Variant], rules: dict, args, stack: str) -> tuple[dict[str, dict], dict[str, dict]]:
+def _jobs(
+    setup: dict, chosen: list[variants.Variant], rules: dict, args, stack: str
+) -> tuple[dict[str, dict], dict[str, dict]]:
     """(jobs by name with eager and its repeat first, skipped variants with their rules)."""
     minor = int(setup["versions"]["megatron-core"].split(".")[1]) if stack == "megatron-core" else 0
     asked = {variants.parse(text, stack) for text in args.variant}
@@ -257,7 +309,9 @@ def _launcher(args, stack: str, logs: Path, progress):
             return parent.SpawnLauncher(logs), _fresh_probe(machine)
         if not machine["devices"]:
             forked.close()
-            raise Unavailable(f"no usable GPU: {machine.get('error', 'none found')}; see nvidia-smi, and that torch is a CUDA build")
+            raise Unavailable(
+                f"no usable GPU: {machine.get('error', 'none found')}; see nvidia-smi, and that torch is a CUDA build"
+            )
     if args.start == "spawn":
         forked.close()
         return parent.SpawnLauncher(logs), machine
@@ -283,8 +337,14 @@ def _machine(probe: dict, args) -> dict:
         driver = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")[0].strip()
     except (OSError, subprocess.TimeoutExpired):
         driver = None
-    return {**out, "gpu": probe["gpu"], "driver": driver, "capability": probe["capability"], "memory_bytes": probe["memory_bytes"],
-            "multiprocessors": probe["multiprocessors"]}
+    return {
+        **out,
+        "gpu": probe["gpu"],
+        "driver": driver,
+        "capability": probe["capability"],
+        "memory_bytes": probe["memory_bytes"],
+        "multiprocessors": probe["multiprocessors"],
+    }
 
 
 def _revision(given: str | None) -> str | None:
@@ -345,30 +405,50 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     lock = GpuLock(probe.get("uuid") if here.world == 1 else None)
     session = parent.Session(launcher, limits, here, progress, variants.rules_for, lock)
     effort = Effort(
-        args.steps, args.long, args.rounds, args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
+        args.steps,
+        args.long,
+        args.rounds,
+        args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
         args.dropout > 0,
     )
     outcomes = run(session, jobs, effort, here, progress)
     lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)
     code = report.exit_code(results)
-    peers = here.agree("verdicts", {
-        "problems": {out["name"]: report.problem(out) for out in results if report.problem(out)}, "code": code,
-    })
+    peers = here.agree(
+        "verdicts",
+        {"problems": {out["name"]: report.problem(out) for out in results if report.problem(out)}, "code": code},
+    )
     here.leave()
     versions = {"python": platform.python_version(), **found}
     versions |= {name: probe[name] for name in ("torch_cuda", "cudnn", "nccl") if name in probe}
     result = {
-        "schema_version": report.SCHEMA_VERSION, "tool": "smoke_capture",
+        "schema_version": report.SCHEMA_VERSION,
+        "tool": "smoke_capture",
         "command": shlex.join(["python", "helpers/smoke_capture.py", *_without_output(argv)]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "revision": _revision(args.revision), "seed": args.seed,
-        "machine": _machine(probe, args), "versions": versions, "stack": stack, "model": setup["model"],
-        "precision": args.precision, "dropout": args.dropout, "shape": setup["shape"], "config": setup["config"],
-        "pattern": setup["pattern"], "parallel": {**setup["parallel"], "world": here.world}, "changes": setup["changes"],
-        "environment": _graph_environment(), "variants": results, "skipped": skipped,
-        "peers": {str(rank): peer["problems"] for rank, peer in enumerate(peers) if rank != here.rank and peer["problems"]},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "revision": _revision(args.revision),
+        "seed": args.seed,
+        "machine": _machine(probe, args),
+        "versions": versions,
+        "stack": stack,
+        "model": setup["model"],
+        "precision": args.precision,
+        "dropout": args.dropout,
+        "shape": setup["shape"],
+        "config": setup["config"],
+        "pattern": setup["pattern"],
+        "parallel": {**setup["parallel"], "world": here.world},
+        "changes": setup["changes"],
+        "environment": _graph_environment(),
+        "variants": results,
+        "skipped": skipped,
+        "peers": {
+            str(rank): peer["problems"] for rank, peer in enumerate(peers) if rank != here.rank and peer["problems"]
+        },
         "recommendation": report.recommend(results),
-        "seconds": {"total": time.monotonic() - begin, "phases": session.seconds}, "processes_at_once": effort.jobs,
+        "seconds": {"total": time.monotonic() - begin, "phases": session.seconds},
+        "processes_at_once": effort.jobs,
     }
     return result, max(peer["code"] for peer in peers)
 
@@ -390,8 +470,14 @@ def _without_output(argv: Sequence[str]) -> list[str]:
 def _graph_environment() -> dict[str, str]:
     """The variables that graphs depend on, where they are set."""
     names = (
-        "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "CUDA_DEVICE_MAX_CONNECTIONS",
-        "NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUDA_LAUNCH_BLOCKING",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+        "NCCL_GRAPH_REGISTER",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NVTE_FUSED_ATTN",
+        "NVTE_FLASH_ATTN",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "CUDA_LAUNCH_BLOCKING",
     )
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -404,7 +490,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) -> int:
-    """`launchers` may come from a caller that runs several times in one process, and then stays the caller's to close."""
+    """A caller that runs several times in one process may give `launchers`, and closes them itself."""
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _arguments().parse_args(argv)
     own = launchers or Launchers()
@@ -418,6 +504,10 @@ def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) 
         return 4
     except KeyboardInterrupt:
         print("smoke_capture.py: interrupted; every process was stopped", file=sys.stderr)
+        return 3
+    except Exception:
+        traceback.print_exc()
+        print("smoke_capture.py: this is a fault of the tool, not of the variants", file=sys.stderr)
         return 3
     finally:
         if launchers is None:

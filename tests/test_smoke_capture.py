@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of smoke_capture.py: dry runs on a CPU from start to verdict, wrong usage, and what a GPU machine must show."""
+"""The command line of smoke_capture.py: dry runs on a CPU from start to verdict, wrong usage, and what a GPU machine
+must show."""
 
 import json
 import os
@@ -14,8 +15,25 @@ from cudagraphs.capture import plan, ranks, variants
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 TINY = [
-    "--device", "cpu", "--precision", "fp32", "--layers", "2", "--hidden", "32", "--ffn", "64", "--sequence", "16",
-    "--vocabulary", "64", "--rounds", "1", "--steps", "4", "--quiet",
+    "--device",
+    "cpu",
+    "--precision",
+    "fp32",
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--ffn",
+    "64",
+    "--sequence",
+    "16",
+    "--vocabulary",
+    "64",
+    "--rounds",
+    "1",
+    "--steps",
+    "4",
+    "--quiet",
 ]
 torch_needed = pytest.mark.skipif(smoke_capture.known.installed("torch") is None, reason="torch is not installed")
 
@@ -28,7 +46,9 @@ def result_of(tmp_path, *more):
 
 @torch_needed
 def test_a_dry_run_goes_from_start_to_verdict(tmp_path, capsys):
-    code, result = result_of(tmp_path, "--variant", "full_iteration", "--variant", "make_graphed_callables:attn", "--long", "3")
+    code, result = result_of(
+        tmp_path, "--variant", "full_iteration", "--variant", "make_graphed_callables:attn", "--long", "3"
+    )
     assert code == 0
     names = [out["name"] for out in result["variants"]]
     assert names == ["none", "none (repeat)", "full_iteration", "make_graphed_callables:attn"]
@@ -39,7 +59,10 @@ def test_a_dry_run_goes_from_start_to_verdict(tmp_path, capsys):
     assert all(loss == losses[0] for loss in losses) and len({tuple(step) for step in losses[0]}) == len(losses[0])
     text = capsys.readouterr().out
     assert "Recommendation: " in text and "full_iteration: captured, same training to the last bit" in text
-    assert result["command"].startswith("python helpers/smoke_capture.py --device cpu") and "--json" not in result["command"]
+    assert (
+        result["command"].startswith("python helpers/smoke_capture.py --device cpu")
+        and "--json" not in result["command"]
+    )
 
 
 @torch_needed
@@ -76,7 +99,9 @@ def test_fresh_processes_give_the_same_verdict_as_forked_ones(tmp_path):
 def test_json_on_stdout_is_one_object_and_the_table_moves_aside():
     done = subprocess.run(
         [sys.executable, str(HELPERS / "smoke_capture.py"), *TINY, "--variant", "full_iteration", "--json"],
-        capture_output=True, text=True, timeout=240,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["schema_version"] == 1 and "Recommendation: " in done.stderr
@@ -125,14 +150,27 @@ def test_no_gpu_is_exit_code_4():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = subprocess.run(
-        [sys.executable, str(HELPERS / "smoke_capture.py"), "--stack", "torch", "--quiet"], capture_output=True, text=True, timeout=240
+        [sys.executable, str(HELPERS / "smoke_capture.py"), "--stack", "torch", "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 4 and "no usable GPU" in done.stderr
+
+
+def test_a_fault_of_the_tool_is_exit_code_3_with_its_traceback(monkeypatch, capsys):
+    def broken(*_):
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(smoke_capture, "_stack", broken)
+    assert smoke_capture.main(["--quiet"]) == 3
+    assert "ZeroDivisionError: made up" in capsys.readouterr().err
 
 
 def test_auto_takes_the_richest_stack_that_is_installed(monkeypatch):
     def installed(*names):
         monkeypatch.setattr(smoke_capture.known, "installed", lambda name: "1.0" if name in names else None)
+
     installed("torch", "te", "mcore")
     assert smoke_capture._stack("auto", "cuda")[0] == "megatron-core"
     installed("torch", "te")
@@ -173,7 +211,20 @@ def test_a_job_carries_upstreams_fields_and_is_plain_data():
 
 
 def test_the_command_that_is_recorded_leaves_out_where_the_result_went():
-    words = ["--sweep", "--json", "a.json", "--plot=b.svg", "--quiet", "--seed", "3", "--revision", "r", "--json", "--long", "4"]
+    words = [
+        "--sweep",
+        "--json",
+        "a.json",
+        "--plot=b.svg",
+        "--quiet",
+        "--seed",
+        "3",
+        "--revision",
+        "r",
+        "--json",
+        "--long",
+        "4",
+    ]
     assert smoke_capture._without_output(words) == ["--sweep", "--seed", "3", "--long", "4"]
 
 
@@ -200,6 +251,18 @@ def test_on_a_gpu_every_legal_variant_captures_and_trains_the_same(tmp_path, sta
 def test_on_a_gpu_a_synchronization_in_the_captured_region_is_named(tmp_path):
     target = tmp_path / "result.json"
     code = smoke_capture.main(
-        ["--stack", "torch", "--drill", "sync", "--variant", "full_iteration", "--rounds", "1", "--quiet", "--json", str(target)]
+        [
+            "--stack",
+            "torch",
+            "--drill",
+            "sync",
+            "--variant",
+            "full_iteration",
+            "--rounds",
+            "1",
+            "--quiet",
+            "--json",
+            str(target),
+        ]
     )
     assert code == 1 and json.loads(target.read_text())["variants"][-1]["failure"]["code"] == 900

@@ -46,12 +46,23 @@ def test_medians_follow_from_the_raw_times(path):
 def test_a_failed_variant_shows_its_cause_and_no_figures():
     result = copy.deepcopy(smoke_summary.load(FILES[0]))
     out = result["variants"][-1]
-    out |= {"captured": False, "timing": None, "speedup": None, "parity": None, "cleanup": None, "memory_cost": None, "captures": 0,
-            "failure": {"kind": "capture", "phase": "capture", "name": "cudaErrorCapturedEvent", "code": 907}, "against_rules": "odd"}
+    out |= {
+        "captured": False,
+        "timing": None,
+        "speedup": None,
+        "parity": None,
+        "cleanup": None,
+        "memory_cost": None,
+        "captures": 0,
+        "failure": {"kind": "capture", "phase": "capture", "name": "cudaErrorCapturedEvent", "code": 907},
+        "against_rules": "odd",
+    }
     out["replay"]["profiler_launches"] = None
     text = smoke_summary.summary([result])
     assert "| no: cudaErrorCapturedEvent (907) in capture |" in text and "odd" in text
-    assert smoke_summary.figures(result)["variants"][out["name"]]["failure"] == "cudaErrorCapturedEvent (907) in capture"
+    assert (
+        smoke_summary.figures(result)["variants"][out["name"]]["failure"] == "cudaErrorCapturedEvent (907) in capture"
+    )
 
 
 def test_nothing_gives_nothing():
@@ -84,10 +95,34 @@ def test_evidence_runs_are_complete_commands():
 
 def test_evidence_writes_a_file_and_a_table_for_each_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
-    tiny = ("--device", "cpu", "--precision", "fp32", "--layers", "1", "--hidden", "32", "--ffn", "64", "--sequence", "16",
-            "--vocabulary", "64", "--steps", "2", "--quiet", "--variant", "full_iteration")
+    tiny = (
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--layers",
+        "1",
+        "--hidden",
+        "32",
+        "--ffn",
+        "64",
+        "--sequence",
+        "16",
+        "--vocabulary",
+        "64",
+        "--steps",
+        "2",
+        "--quiet",
+        "--variant",
+        "full_iteration",
+    )
     monkeypatch.setattr(smoke_evidence, "RUNS", {"smoke-one": tiny, "smoke-two": (*tiny, "--seed", "5")})
     assert smoke_evidence.main(["--out", str(tmp_path), "--rounds", "1", "--only", "smoke-one", "smoke-two"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["smoke-one.json", "smoke-one.txt", "smoke-two.json", "smoke-two.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "smoke-one.json",
+        "smoke-one.txt",
+        "smoke-two.json",
+        "smoke-two.txt",
+    ]
     assert json.loads((tmp_path / "smoke-two.json").read_text())["seed"] == 5
     assert "smoke-two: exit 0" in capsys.readouterr().out

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for `cudagraphs.capture.child`: speaks its protocol without torch, and misbehaves as the job's `behave` asks.
+"""Stands in for `cudagraphs.capture.child`: speaks its protocol without torch, and misbehaves as the job's `behave`
+asks.
 
-`behave` maps a phase to what happens there: crash, kill, hang, garbage, exit, oom, error, or a number of seconds to take.
+`behave` maps a phase to what happens there: crash, kill, hang, garbage, exit, oom, error, or a number of seconds to
+take.
 """
 
 import json
@@ -11,9 +13,9 @@ import sys
 import time
 
 OOM = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Of the "
-    "allocated memory 130.00 GiB is allocated by PyTorch, with 96.50 GiB allocated in private pools (e.g., CUDA Graphs), and "
-    "1.00 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is "
+    "free. Of the allocated memory 130.00 GiB is allocated by PyTorch, with 96.50 GiB allocated in private pools "
+    "(e.g., CUDA Graphs), and 1.00 GiB is reserved by PyTorch but unallocated."
 )
 
 
@@ -28,7 +30,11 @@ def step(index, value):
 def answers(job):
     value = job.get("value", 1.0)
     first = {"steps": [step(0, value)], "evaluations": [], "parameters": {"start": {"mlp": digest(value)}}}
-    later = {"steps": [step(1, value)], "evaluations": [{"index": 0, "losses": [value]}], "parameters": {"end": {"mlp": digest(value)}}}
+    later = {
+        "steps": [step(1, value)],
+        "evaluations": [{"index": 0, "losses": [value]}],
+        "parameters": {"end": {"mlp": digest(value)}},
+    }
     none = {"steps": [], "evaluations": [], "parameters": {}}
     memory = {"peak": {"reserved": job.get("reserved", 100), "allocated": 50}}
     graphs = 0 if job["impl"] == "none" else job.get("graphs", 4)
@@ -36,11 +42,26 @@ def answers(job):
         "build": {"parameters": 1},
         "warmup": {"record": first, "steps": 1},
         "capture": {"record": none, "captures": graphs, "seconds": 0.5},
-        "parity": {"record": later, "replays": job.get("replays", [graphs, graphs]), "captures": graphs, "memory": memory},
+        "parity": {
+            "record": later,
+            "replays": job.get("replays", [graphs, graphs]),
+            "captures": graphs,
+            "memory": memory,
+        },
         "dropout": {"losses": [1.0, 2.0]},
-        "profile": {"graph_launches": graphs, "busy_ms": 2.0, "kernel_ms": 2.0, "kernels": 10, "timeline": [[0.0, 1.0], [1.5, 2.0]]},
+        "profile": {
+            "graph_launches": graphs,
+            "busy_ms": 2.0,
+            "kernel_ms": 2.0,
+            "kernels": 10,
+            "timeline": [[0.0, 1.0], [1.5, 2.0]],
+        },
         "time": {"steps_ms": [job.get("step_ms", 10.0)] * 4, "wall_ms": 40.0},
-        "close": {"deleted": {"live_graphs_after": job.get("left", 0)}, "memory": {"after_cleanup": {}}, "seconds": {"graphs": 0.0, "model": 0.0, "process_group": 0.0}},
+        "close": {
+            "deleted": {"live_graphs_after": job.get("left", 0)},
+            "memory": {"after_cleanup": {}},
+            "seconds": {"graphs": 0.0, "model": 0.0, "process_group": 0.0},
+        },
     }
 
 
@@ -55,7 +76,13 @@ def main():
         replies.flush()
 
     def fail(kind, message):
-        tell({"reply": name, "ok": False, "failure": {"phase": name, "type": kind, "message": message, "traceback": "", "memory": None}})
+        tell(
+            {
+                "reply": name,
+                "ok": False,
+                "failure": {"phase": name, "type": kind, "message": message, "traceback": "", "memory": None},
+            }
+        )
         sys.exit(1)
 
     for line in commands:
@@ -79,7 +106,10 @@ def main():
         elif behave == "oom":
             fail("OutOfMemoryError", OOM)
         elif behave == "error":
-            fail("AcceleratorError", "CUDA error: operation not permitted on an event last recorded in a capturing stream")
+            fail(
+                "AcceleratorError",
+                "CUDA error: operation not permitted on an event last recorded in a capturing stream",
+            )
         elif behave == "hang after close":
             tell({"reply": name, "ok": True, **answers(job)[name]})
             time.sleep(3600)

@@ -20,7 +20,11 @@ def test_equal_bits_give_equal_digests_and_one_changed_bit_does_not(dtype):
     source = torch.Generator().manual_seed(0)
     tensor = torch.randn(1000, generator=source).to(dtype)
     other = tensor.clone()
-    other[531] = torch.nextafter(other[531].float(), torch.tensor(9.0)).to(dtype) if dtype == torch.float32 else other[531] * 1.01
+    other[531] = (
+        torch.nextafter(other[531].float(), torch.tensor(9.0)).to(dtype)
+        if dtype == torch.float32
+        else other[531] * 1.01
+    )
     assert one(tensor) == one(tensor.clone())
     assert one(tensor)["hash"] != one(other)["hash"]
 
@@ -59,7 +63,9 @@ def test_a_change_of_direction_with_equal_norm_is_seen():
 
 def test_parameters_add_up_in_their_group():
     digester = digest.Digester(CPU)
-    out = digester.groups([("mlp.linear_fc1.weight", torch.tensor([3.0])), ("mlp.linear_fc2.weight", torch.tensor([4.0]))])
+    out = digester.groups(
+        [("mlp.linear_fc1.weight", torch.tensor([3.0])), ("mlp.linear_fc2.weight", torch.tensor([4.0]))]
+    )
     assert out["mlp"]["norm"] == 5.0 and out["mlp"]["numel"] == 2
 
 
@@ -75,8 +81,11 @@ def test_parameters_add_up_in_their_group():
         ("decoder.final_layernorm.weight", "norm"),
         ("decoder.layers.1.mixer.in_proj.weight", "mamba"),
         ("module.output_layer.weight", "output"),
-        ("layers.1.attn.qkv.weight", "attention"), ("layers.1.mlp.fc2.weight", "mlp"), ("head.weight", "output"),
-        ("layers.0.layernorm_mlp.fc1_weight", "mlp"), ("layers.0.self_attention.layernorm_qkv.query_weight", "attention"),
+        ("layers.1.attn.qkv.weight", "attention"),
+        ("layers.1.mlp.fc2.weight", "mlp"),
+        ("head.weight", "output"),
+        ("layers.0.layernorm_mlp.fc1_weight", "mlp"),
+        ("layers.0.self_attention.layernorm_qkv.query_weight", "attention"),
         ("rotary.inv", "other"),
     ],
 )

@@ -4,14 +4,16 @@ import pytest
 from cudagraphs.capture import errors
 
 OOM = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Of the "
-    "allocated memory 130.00 GiB is allocated by PyTorch, with 96.50 GiB allocated in private pools (e.g., CUDA Graphs), and "
-    "1.00 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is "
+    "free. Of the allocated memory 130.00 GiB is allocated by PyTorch, with 96.50 GiB allocated in private pools "
+    "(e.g., CUDA Graphs), and 1.00 GiB is reserved by PyTorch but unallocated."
 )
 
 
 def explained(message, kind="RuntimeError", phase="capture", trace="", rules=lambda text: ()):
-    return errors.explain({"phase": phase, "type": kind, "message": message, "traceback": trace, "memory": {"reserved": 5}}, rules)
+    return errors.explain(
+        {"phase": phase, "type": kind, "message": message, "traceback": trace, "memory": {"reserved": 5}}, rules
+    )
 
 
 @pytest.mark.parametrize("code", sorted(errors.CAPTURE_ERRORS))
@@ -19,7 +21,13 @@ def test_every_code_is_known_by_its_name_and_by_its_message(code):
     name, message, cause, mend = errors.CAPTURE_ERRORS[code]
     for text in (f"CUDA error: x\nSearch for `{name}' in the CUDA documentation", f"CUDA error: {message}"):
         failure = explained(text)
-        assert (failure.kind, failure.code, failure.name, failure.cause, failure.mend) == ("capture", code, name, cause, mend)
+        assert (failure.kind, failure.code, failure.name, failure.cause, failure.mend) == (
+            "capture",
+            code,
+            name,
+            cause,
+            mend,
+        )
 
 
 def test_an_invalidated_capture_gives_way_to_the_error_behind_it():
@@ -35,7 +43,9 @@ def test_out_of_memory_carries_the_pool_figures():
 
 
 def test_an_assert_while_building_is_a_refusal_with_our_rule():
-    failure = explained("moe recompute is not supported with moe_router", "AssertionError", "build", rules=lambda text: ["CG001"])
+    failure = explained(
+        "moe recompute is not supported with moe_router", "AssertionError", "build", rules=lambda text: ["CG001"]
+    )
     assert failure.kind == "refused" and failure.rules == ("CG001",) and "validate_constraints" in failure.mend
 
 
@@ -45,7 +55,8 @@ def test_an_unknown_error_keeps_its_own_words():
 
 
 @pytest.mark.parametrize(
-    ("status", "word"), [(-11, "SIGSEGV"), (-9, "host memory"), (3, "exit status 3"), (None, "None"), (-200, "signal 200")]
+    ("status", "word"),
+    [(-11, "SIGSEGV"), (-9, "host memory"), (3, "exit status 3"), (None, "None"), (-200, "signal 200")],
 )
 def test_a_death_without_a_report_names_what_is_known(status, word):
     assert word in errors.died("parity", status, "tail").cause

@@ -17,7 +17,16 @@ LIMITS = {"default": 20.0, "exit": 5.0}
 
 
 def job(name, impl="transformer_engine", **more):
-    return {"name": name, "impl": impl, "modules": [], "drill": None, "device": "cuda", "precision": "bf16", "dropout": 0, **more}
+    return {
+        "name": name,
+        "impl": impl,
+        "modules": [],
+        "drill": None,
+        "device": "cuda",
+        "precision": "bf16",
+        "dropout": 0,
+        **more,
+    }
 
 
 def jobs(*variants):
@@ -39,7 +48,10 @@ def no_process_left(outcomes):
     """Every process that was started is gone: nothing of ours still runs the fake."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if str(FAKE[1]).encode() in (entry / "cmdline").read_bytes() and (entry / "stat").read_text().split()[2] != "Z":
+            if (
+                str(FAKE[1]).encode() in (entry / "cmdline").read_bytes()
+                and (entry / "stat").read_text().split()[2] != "Z"
+            ):
                 return False
         except OSError:
             continue
@@ -80,15 +92,23 @@ def test_a_variant_that_dies_leaves_the_others_alone(tmp_path, phase, behave, ki
 
 def test_a_hang_ends_at_its_limit_with_the_stack(tmp_path):
     begin = time.monotonic()
-    out = assessed(tmp_path, jobs(job("bad", behave={"capture": "hang"}), job("good")), limits={"default": 2.0, "exit": 5.0})
+    out = assessed(
+        tmp_path, jobs(job("bad", behave={"capture": "hang"}), job("good")), limits={"default": 2.0, "exit": 5.0}
+    )
     assert time.monotonic() - begin < 30
     failure = out["bad"]["failure"]
-    assert failure["kind"] == "hang" and "standing in capture()" in failure["detail"] and "in capture" in failure["message"]
+    assert (
+        failure["kind"] == "hang"
+        and "standing in capture()" in failure["detail"]
+        and "in capture" in failure["message"]
+    )
     assert out["good"]["captured"] and no_process_left(out)
 
 
 def test_a_hang_at_exit_is_part_of_the_verdict(tmp_path):
-    out = assessed(tmp_path, jobs(job("bad", behave={"close": "hang after close"})), limits={"default": 10.0, "exit": 1.0})
+    out = assessed(
+        tmp_path, jobs(job("bad", behave={"close": "hang after close"})), limits={"default": 10.0, "exit": 1.0}
+    )
     assert out["bad"]["failure"]["phase"] == "exit" and not out["bad"]["cleanup"]["clean"]
     assert report.exit_code(list(out.values())) == 1 and no_process_left(out)
 

@@ -14,10 +14,17 @@ def digest(values):
 
 def record(steps=6):
     chance = random.Random(3)
+
     def groups():
-        return {"mlp": digest([chance.random() for _ in range(4)]), "router": digest([chance.random() for _ in range(4)])}
+        return {
+            "mlp": digest([chance.random() for _ in range(4)]),
+            "router": digest([chance.random() for _ in range(4)]),
+        }
+
     return {
-        "steps": [{"index": n, "losses": [chance.random(), chance.random()], "gradients": groups()} for n in range(steps)],
+        "steps": [
+            {"index": n, "losses": [chance.random(), chance.random()], "gradients": groups()} for n in range(steps)
+        ],
         "evaluations": [{"index": 0, "losses": [chance.random()]}],
         "parameters": {"start": groups(), "end": groups()},
     }
@@ -43,6 +50,7 @@ def test_a_small_difference_is_within_tolerance_and_not_bitwise():
     def change(r):
         r["steps"][2]["losses"][1] *= 1.0001
         scale(r["steps"][3]["gradients"], "mlp", 1.001)
+
     out = changed(change)
     assert out["verdict"] == "tolerance" and not out["bitwise"] and 5e-5 < out["loss"] < 2e-4
 
@@ -61,8 +69,18 @@ def test_a_small_difference_is_within_tolerance_and_not_bitwise():
         (lambda r: r["steps"][2]["gradients"].pop("router"), "step 2, gradients of router"),
         (lambda r: scale(r["steps"][5]["gradients"], "router", 0.0), "step 5, gradients of router"),
     ],
-    ids=["one group halved at the first step", "loss", "nan", "a microbatch lost", "evaluation", "parameters", "no end",
-         "a step lost", "a group lost", "zero gradient"],
+    ids=[
+        "one group halved at the first step",
+        "loss",
+        "nan",
+        "a microbatch lost",
+        "evaluation",
+        "parameters",
+        "no end",
+        "a step lost",
+        "a group lost",
+        "zero gradient",
+    ],
 )
 def test_other_training_is_found_where_it_begins(change, where):
     out = changed(change)
@@ -70,10 +88,13 @@ def test_other_training_is_found_where_it_begins(change, where):
 
 
 def test_one_group_is_seen_although_the_total_norm_hides_it():
-    """Expert and router gradients shrank under replay while the total norm hardly moved (TransformerEngine issue 3051)."""
+    """Expert and router gradients shrank under replay while the total norm hardly moved (TransformerEngine issue
+    3051)."""
+
     def change(r):
         for step in r["steps"]:
             step["gradients"]["router"] = digest([v * 1e-3 for v in step["gradients"]["router"]["sketch"]])
+
     base = record()
     for step in base["steps"]:
         step["gradients"]["mlp"] = digest([1e4] * 4)

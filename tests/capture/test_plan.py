@@ -49,7 +49,9 @@ def test_processes_share_the_gpu_only_where_they_fit():
 @pytest.mark.parametrize(
     ("values", "model"),
     [
-        ({}, "dense"), ({"num_moe_experts": 1}, "dense"), ({"num_moe_experts": 8}, "moe-dropless"),
+        ({}, "dense"),
+        ({"num_moe_experts": 1}, "dense"),
+        ({"num_moe_experts": 8}, "moe-dropless"),
         ({"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True}, "moe-drop-pad"),
         ({"hybrid_layer_pattern": "M*-"}, "hybrid"),
     ],
@@ -59,7 +61,9 @@ def test_the_model_of_a_recipe(values, model):
 
 
 def test_a_recipe_gives_the_shape_and_what_it_lacks_is_told():
-    shape, notes = plan.shape_from_recipe({"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8})
+    shape, notes = plan.shape_from_recipe(
+        {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
+    )
     assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (32, 4096, 32, 8, 16384)
     assert notes == ["seq_length is not known from the recipe: 512 taken"]
 
@@ -69,17 +73,32 @@ def test_config_fields_name_what_upstream_needs():
     out = plan.config_fields("moe-drop-pad", shape, "fp8-delayed", 0.0, {"tensor": 2, "pipeline": 1, "expert": 4})
     assert out["moe_pad_expert_input_to_capacity"] and out["moe_expert_capacity_factor"] == 1.0
     assert (out["fp8"], out["fp8_recipe"], out["sequence_parallel"]) == ("hybrid", "delayed", True)
-    dense = plan.config_fields("dense", plan.Shape(), "bf16", 0.1, {"tensor": 1, "pipeline": 1, "expert": 1}, extra={"qk_layernorm": True})
-    assert "num_moe_experts" not in dense and dense["qk_layernorm"] and "fp8" not in dense and dense["hidden_dropout"] == 0.1
+    dense = plan.config_fields(
+        "dense", plan.Shape(), "bf16", 0.1, {"tensor": 1, "pipeline": 1, "expert": 1}, extra={"qk_layernorm": True}
+    )
+    assert (
+        "num_moe_experts" not in dense
+        and dense["qk_layernorm"]
+        and "fp8" not in dense
+        and dense["hidden_dropout"] == 0.1
+    )
 
 
 def test_hybrid_patterns_have_one_letter_a_layer():
     assert plan.hybrid_pattern("hybrid", 6, True) == "M*-M*-" and plan.hybrid_pattern("hybrid", 4, False) == "*-*-"
     assert plan.hybrid_pattern("hybrid-moe", 4, True) == "*E*E" and plan.hybrid_pattern("dense", 4, True) is None
-    config = plan.config_fields("hybrid", replace(plan.Shape(), layers=1), "bf16", 0, {"tensor": 1, "pipeline": 1, "expert": 1}, "M*-")
+    config = plan.config_fields(
+        "hybrid", replace(plan.Shape(), layers=1), "bf16", 0, {"tensor": 1, "pipeline": 1, "expert": 1}, "M*-"
+    )
     assert config["num_layers"] == 3
 
 
 def test_a_job_is_the_setup_with_its_variant():
     job = plan.job({"stack": "torch"}, variants.Variant("full_iteration", ("optimizer",)), drill="sync")
-    assert job == {"stack": "torch", "name": "full_iteration:optimizer", "impl": "full_iteration", "modules": ["optimizer"], "drill": "sync"}
+    assert job == {
+        "stack": "torch",
+        "name": "full_iteration:optimizer",
+        "impl": "full_iteration",
+        "modules": ["optimizer"],
+        "drill": "sync",
+    }

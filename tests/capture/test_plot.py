@@ -12,7 +12,14 @@ SHAPE = {"layers": 8, "hidden": 1024, "sequence": 512}
 
 
 def result(variant):
-    return {"stack": "torch", "model": "dense", "precision": "bf16", "shape": SHAPE, "machine": {}, "variants": assessed(variant)[0]}
+    return {
+        "stack": "torch",
+        "model": "dense",
+        "precision": "bf16",
+        "shape": SHAPE,
+        "machine": {},
+        "variants": assessed(variant)[0],
+    }
 
 
 def test_a_plot_names_every_variant_that_was_timed(tmp_path):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks keep step, and one that fails does not leave the others waiting. The ranks are threads or processes on a CPU."""
+"""Several ranks keep step, and one that fails does not leave the others waiting. The ranks are threads or processes on
+a CPU."""
 
 import os
 import socket
@@ -22,7 +23,8 @@ SMOKE = Path(__file__).parents[2] / "helpers" / "smoke_capture.py"
 
 
 def on_two_ranks(tmp_path, behave, limits):
-    """Runs one variant with the fakes on two ranks; `behave` holds what the variant does on each. Returns (results, seconds)."""
+    """Runs one variant with the fakes on two ranks; `behave` holds what the variant does on each. Returns (results,
+    seconds)."""
     store = dist.HashStore()
 
     def rank(number):
@@ -81,15 +83,48 @@ def test_two_processes_train_data_parallel_over_gloo(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["--device", "cpu", "--precision", "fp32", "--layers", "1", "--hidden", "32", "--ffn", "64", "--sequence", "16",
-                 "--vocabulary", "64", "--rounds", "1", "--variant", "full_iteration", "--phase-limit", "60", "--quiet"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--layers",
+        "1",
+        "--hidden",
+        "32",
+        "--ffn",
+        "64",
+        "--sequence",
+        "16",
+        "--vocabulary",
+        "64",
+        "--rounds",
+        "1",
+        "--variant",
+        "full_iteration",
+        "--phase-limit",
+        "60",
+        "--quiet",
+    ]
     started = []
     for rank in range(2):
-        environment = {**os.environ, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port)}
-        started.append(subprocess.Popen(
-            [sys.executable, str(SMOKE), *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ))
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": "2",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(SMOKE), *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     (out, err), (silent, err_one) = [one.communicate(timeout=240) for one in started]
     assert [one.returncode for one in started] == [0, 0], err + err_one
     assert "full_iteration: captured, same training" in out and silent == ""

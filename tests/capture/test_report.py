@@ -17,29 +17,66 @@ def digest(value):
 def outcome(name, step_ms=10.0, loss=1.0, graphs=4, **more):
     record = {
         "steps": [{"index": n, "losses": [loss], "gradients": {"mlp": digest(loss)}} for n in range(3)],
-        "evaluations": [{"index": 0, "losses": [loss]}], "parameters": {"start": {"mlp": digest(1.0)}, "end": {"mlp": digest(loss)}},
+        "evaluations": [{"index": 0, "losses": [loss]}],
+        "parameters": {"start": {"mlp": digest(1.0)}, "end": {"mlp": digest(loss)}},
     }
-    cleanup = {"deleted": {"live_graphs_after": 0}, "seconds": {"graphs": 0.1}, "exit_s": 0.5, "status": 0, "memory": {}}
+    cleanup = {
+        "deleted": {"live_graphs_after": 0},
+        "seconds": {"graphs": 0.1},
+        "exit_s": 0.5,
+        "status": 0,
+        "memory": {},
+    }
     return Outcome(
-        name, record, captures=graphs, capture_s=0.5, replays=[graphs] * 3, memory={"peak": {"reserved": 10 * 2**20}},
+        name,
+        record,
+        captures=graphs,
+        capture_s=0.5,
+        replays=[graphs] * 3,
+        memory={"peak": {"reserved": 10 * 2**20}},
         profile={"graph_launches": graphs, "busy_ms": 4.0, "kernel_ms": 4.0, "kernels": 9, "timeline": [[0, 1]]},
-        rounds_ms=[[step_ms] * 4] * 3, wall_ms=[40.0], cleanup=cleanup, **more,
+        rounds_ms=[[step_ms] * 4] * 3,
+        wall_ms=[40.0],
+        cleanup=cleanup,
+        **more,
     )
 
 
 def job(name, impl="local", device="cuda", drill=None, dropout=0.0):
-    return {"name": name, "impl": impl, "modules": [], "drill": drill, "device": device, "precision": "bf16", "dropout": dropout}
+    return {
+        "name": name,
+        "impl": impl,
+        "modules": [],
+        "drill": drill,
+        "device": device,
+        "precision": "bf16",
+        "dropout": dropout,
+    }
 
 
 def assessed(variant, rule=LEGAL, eager=None, **job_fields):
-    outcomes = {"none": eager or outcome("none", graphs=0), "none (repeat)": outcome("none (repeat)", graphs=0), "v": variant}
+    outcomes = {
+        "none": eager or outcome("none", graphs=0),
+        "none (repeat)": outcome("none (repeat)", graphs=0),
+        "v": variant,
+    }
     jobs = {"none": job("none", "none"), "none (repeat)": job("none (repeat)", "none"), "v": job("v", **job_fields)}
     results = report.assess(outcomes, jobs, {"v": rule}, 5.0)
     return results, results[-1]
 
 
-FAILURE = {"kind": "capture", "phase": "capture", "message": "m", "cause": "because", "mend": "do", "code": 907,
-           "name": "cudaErrorCapturedEvent", "rules": [], "detail": "", "memory": None}
+FAILURE = {
+    "kind": "capture",
+    "phase": "capture",
+    "message": "m",
+    "cause": "because",
+    "mend": "do",
+    "code": 907,
+    "name": "cudaErrorCapturedEvent",
+    "rules": [],
+    "detail": "",
+    "memory": None,
+}
 
 
 def failed(kind="capture"):
@@ -122,13 +159,36 @@ def test_dropout_compares_distributions_and_not_losses():
 def test_the_table_has_a_row_and_a_verdict_for_each_variant():
     results, _ = assessed(outcome("v", step_ms=5.0))
     result = {
-        "machine": {"gpu": "NVIDIA H200"}, "versions": {"torch": "2.11.0", "nccl": None}, "stack": "torch", "model": "dense",
-        "precision": "bf16", "changes": ["layers 32 -> 8"], "variants": results, "skipped": {"local:moe": ILLEGAL},
-        "peers": {"1": {"v": "hang in parity"}}, "recommendation": report.recommend(results),
-        "shape": {"layers": 8, "hidden": 1024, "sequence": 512, "microbatch": 1, "microbatches": 2, "experts": 8, "top_k": 2},
+        "machine": {"gpu": "NVIDIA H200"},
+        "versions": {"torch": "2.11.0", "nccl": None},
+        "stack": "torch",
+        "model": "dense",
+        "precision": "bf16",
+        "changes": ["layers 32 -> 8"],
+        "variants": results,
+        "skipped": {"local:moe": ILLEGAL},
+        "peers": {"1": {"v": "hang in parity"}},
+        "recommendation": report.recommend(results),
+        "shape": {
+            "layers": 8,
+            "hidden": 1024,
+            "sequence": 512,
+            "microbatch": 1,
+            "microbatches": 2,
+            "experts": 8,
+            "top_k": 2,
+        },
     }
     text = report.table(copy.deepcopy(result))
-    for piece in ("NVIDIA H200, torch 2.11.0\n", "scaled down: layers 32 -> 8", "2.00x", "busy 40% of an eager step",
-                  "local:moe: not run, illegal by CG105", "rank 1, v: hang in parity", "Recommendation: v.", "8 experts top-2"):
+    for piece in (
+        "NVIDIA H200, torch 2.11.0\n",
+        "scaled down: layers 32 -> 8",
+        "2.00x",
+        "busy 40% of an eager step",
+        "local:moe: not run, illegal by CG105",
+        "rank 1, v: hang in parity",
+        "Recommendation: v.",
+        "8 experts top-2",
+    ):
         assert piece in text
     assert all(line == line.rstrip() for line in text.splitlines())

@@ -16,8 +16,11 @@ def pretrain():
         recompute_modules=["core_attn"],
     )
 """
-MOE = PLAIN.replace("ffn_hidden_size=14336,", """ffn_hidden_size=14336, num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768,
-        moe_token_dispatcher_type="flex",""").replace('["mlp", "attn"]', '["attn", "moe_router", "moe_preprocess"]')
+MOE = PLAIN.replace(
+    "ffn_hidden_size=14336,",
+    """ffn_hidden_size=14336, num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768,
+        moe_token_dispatcher_type="flex",""",
+).replace('["mlp", "attn"]', '["attn", "moe_router", "moe_preprocess"]')
 
 
 def read(tmp_path, text, function=None):

@@ -30,9 +30,11 @@ def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says():
 def test_a_round_that_was_disturbed_widens_the_interval():
     calm = rounds(10, 0.1, 1)
     disturbed = [[step + 5 for step in one] if number == 0 else one for number, one in enumerate(calm)]
+
     def width(r):
         ratio = timing.speedup(r, rounds(10, 0.1, 2), draws=500)
         return ratio["high"] - ratio["low"]
+
     assert width(disturbed) > width(calm)
 
 
@@ -59,7 +61,11 @@ def test_no_graph_gains_more_than_the_idle_time():
     bound = timing.bound(eager_ms=100, busy_ms=25, graph_ms=40)
     assert bound == {"busy_share": 0.25, "best_speedup": 4.0, "reached": pytest.approx(0.8)}
     # A profiled kernel time above the step time is measurement noise, not a negative gap.
-    assert timing.bound(eager_ms=10, busy_ms=11, graph_ms=10) == {"busy_share": 1.0, "best_speedup": 1.0, "reached": None}
+    assert timing.bound(eager_ms=10, busy_ms=11, graph_ms=10) == {
+        "busy_share": 1.0,
+        "best_speedup": 1.0,
+        "reached": None,
+    }
 
 
 def test_turns_last_about_as_long_for_short_and_long_steps():

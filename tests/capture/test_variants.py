@@ -24,8 +24,12 @@ def test_a_variant_reads_back_as_it_is_written(text):
 
 @pytest.mark.parametrize(
     ("text", "stack", "word"),
-    [("te", "megatron-core", "transformer_engine"), ("local:mpl", "megatron-core", "mlp"), ("local", "torch", "full_iteration"),
-     ("make_graphed_callables:attn", "transformer-engine", "leave the scope out")],
+    [
+        ("te", "megatron-core", "transformer_engine"),
+        ("local:mpl", "megatron-core", "mlp"),
+        ("local", "torch", "full_iteration"),
+        ("make_graphed_callables:attn", "transformer-engine", "leave the scope out"),
+    ],
 )
 def test_an_unknown_variant_names_the_known_ones(text, stack, word):
     with pytest.raises(variants.VariantError, match=word):
@@ -42,17 +46,30 @@ def test_every_candidate_of_every_model_can_be_written_and_read():
 def test_mamba_is_tried_only_where_there_is_a_mamba_layer():
     def scopes(pattern):
         return [v.modules for v in variants.candidates("megatron-core", "hybrid", pattern)]
+
     assert ("mamba",) in scopes("M*-") and not any("mamba" in modules for modules in scopes("*-"))
 
 
 @pytest.mark.parametrize(
     ("minor", "variant", "expected"),
     [
-        (19, Variant("transformer_engine", ("attn",)), {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}),
+        (
+            19,
+            Variant("transformer_engine", ("attn",)),
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+        ),
         (18, Variant("full_iteration"), {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}),
         (17, Variant("full_iteration"), {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}),
-        (16, Variant("transformer_engine", ("attn", "mlp")), {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]}),
-        (15, Variant("transformer_engine", ("attn",)), {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}),
+        (
+            16,
+            Variant("transformer_engine", ("attn", "mlp")),
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
+        ),
+        (
+            15,
+            Variant("transformer_engine", ("attn",)),
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},
+        ),
         (15, Variant("local"), {"cuda_graph_impl": "local", "cuda_graph_scope": "full"}),
         (19, variants.EAGER, {"cuda_graph_impl": "none"}),
     ],

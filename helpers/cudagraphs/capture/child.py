@@ -2,9 +2,9 @@
 """One variant in one process: reads commands, runs them, answers in JSON lines. Imports torch only once a job runs.
 
 Commands are lines `{"do": NAME, ...}`; every command gets one line `{"reply": NAME, "ok": true, ...}`, or
-`{"reply": NAME, "ok": false, "failure": {...}}`, after which the process ends: a failed capture leaves CUDA unusable. Lines
-`{"progress": text}` come in between and say where the process stands. Order of commands: build, warmup, capture, parity,
-then profile and time as often as wanted, dropout if asked for, close.
+`{"reply": NAME, "ok": false, "failure": {...}}`, after which the process ends: a failed capture leaves CUDA unusable.
+Lines `{"progress": text}` come in between and say where the process stands. Order of commands: build, warmup, capture,
+parity, dropout if asked for, time as often as wanted, profile, close.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import time
 import traceback
 from contextlib import contextmanager
 
-# Steps after the capture, and where the evaluation sits among them. Five evaluations: a full-iteration wrapper captures its
-# validation graph at the fourth and replays it at the fifth.
+# Steps after the capture, and where the evaluation sits among them. Five evaluations: a full-iteration wrapper captures
+# its validation graph at the fourth and replays it at the fifth.
 EVALUATIONS = 5
 
 
@@ -96,7 +96,7 @@ class Worker:
         return {"captures": counted.captures, "seconds": seconds if counted.captures else 0.0, "record": self._take()}
 
     def parity(self, command: dict) -> dict:
-        """Training up to step `until` with an evaluation before step `evaluate_at`, every step recorded, replays counted.
+        """Training up to step `until`, an evaluation before step `evaluate_at`; steps recorded, replays counted.
 
         The steps are absolute, because variants come out of their capture at different steps.
         """
@@ -119,9 +119,9 @@ class Worker:
         return {"replays": replays, "captures": self.counter.captures, "record": self._take(), "memory": self.memory}
 
     def dropout(self, command: dict) -> dict:
-        """The loss of one batch, `draws` times over, with the initial weights: only dropout's random numbers may change it.
+        """The loss of one batch, `draws` times over, with the initial weights: only dropout's draws may change it.
 
-        Eager and the variant drew other masks in training, so their trained weights differ; the initial ones are the same.
+        Eager and the variant drew other masks in training, so their trained weights differ; the initial ones do not.
         """
         import torch
 
@@ -189,7 +189,8 @@ class Worker:
         _leave()
         end = time.perf_counter()
         return {
-            "deleted": report.as_dict(), "memory": self.memory,
+            "deleted": report.as_dict(),
+            "memory": self.memory,
             "seconds": {"graphs": graphs - start, "model": models - graphs, "process_group": end - models},
         }
 
@@ -219,7 +220,7 @@ class Worker:
         self.index += 1
 
     def _forget_digests(self) -> None:
-        """From here on the peak of memory is that of training alone: digests hold signs and weights for every parameter."""
+        """From here on the peak of memory is that of training: digests hold signs and weights of every size."""
         self.digester = None
         gc.collect()
         if self.device.type == "cuda":
@@ -316,9 +317,9 @@ class _Counter:
 def _profiled(worker: Worker, steps: int) -> dict:
     """What the GPU did in `steps` steps, from the profiler's device events, per step and in milliseconds.
 
-    `kernel_ms` sums the kernels, `busy_ms` joins those that overlap on several streams. `timeline` is the last step's busy
-    intervals as (start, end) from its first kernel. The profiler stretches the host's part of a step, so the idle time between
-    kernels is too long here; only kernel times are used for verdicts.
+    `kernel_ms` sums the kernels, `busy_ms` joins those that overlap on several streams. `timeline` is the last step's
+    busy intervals as (start, end) from its first kernel. The profiler stretches the host's part of a step, so the idle
+    time between kernels is too long here; only kernel times are used for verdicts.
     """
     import torch
     from torch.autograd import DeviceType
@@ -351,9 +352,13 @@ def _profiled(worker: Worker, steps: int) -> dict:
     shown = merged([(s - last, e - last + span / steps / 1000) for s, e in busy if s >= last])
     timeline = [(round(s, 3), round(e, 3)) for s, e in shown]
     return {
-        "steps": steps, "kernels": len(work) / steps, "kernel_launches": kernels_launched / steps,
-        "graph_launches": launches / steps, "kernel_ms": sum(e - s for s, e in work) / steps,
-        "busy_ms": sum(e - s for s, e in busy) / steps, "timeline": timeline,
+        "steps": steps,
+        "kernels": len(work) / steps,
+        "kernel_launches": kernels_launched / steps,
+        "graph_launches": launches / steps,
+        "kernel_ms": sum(e - s for s, e in work) / steps,
+        "busy_ms": sum(e - s for s, e in busy) / steps,
+        "timeline": timeline,
     }
 
 
@@ -374,6 +379,7 @@ def _drill(kind: str | None, trainer, device) -> None:
 
                 memory.limit(device, torch.cuda.memory_allocated(device) + (1 << 20))
                 return function(*args, **kwargs)
+
             return call
 
         if trainer.captures_in_step:
@@ -405,7 +411,7 @@ def _drill(kind: str | None, trainer, device) -> None:
 
 
 def _join(job: dict) -> None:
-    """The process group of this variant. One process on one GPU needs no network; several meet in the launcher's store."""
+    """The variant's process group. One process on one GPU needs no network; several meet in the launcher's store."""
     import torch.distributed as dist
 
     if job["world"] == 1 and job["stack"] == "torch":
@@ -417,7 +423,9 @@ def _join(job: dict) -> None:
     meeting = job["rendezvous"]
     store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, wait_for_workers=False)
     dist.init_process_group(
-        backend, store=dist.PrefixStore(f"{meeting['prefix']}/{job['name']}", store), rank=job["rank"],
+        backend,
+        store=dist.PrefixStore(f"{meeting['prefix']}/{job['name']}", store),
+        rank=job["rank"],
         world_size=job["world"],
     )
 
@@ -441,7 +449,10 @@ def _failure(phase: str, error: BaseException, worker: Worker) -> dict:
             figures = None
     stack = portable("".join(traceback.format_exception(error)))
     return {
-        "phase": phase, "type": type(error).__name__, "message": portable(str(error)), "traceback": stack[-8000:],
+        "phase": phase,
+        "type": type(error).__name__,
+        "message": portable(str(error)),
+        "traceback": stack[-8000:],
         "memory": figures,
         "last": worker.last,
     }
@@ -463,7 +474,7 @@ def _quiet_stdout():
 
 
 def serve(job: dict, commands, replies) -> int:
-    """Runs until `close`, a failure, or the end of the commands. Returns the exit status: 0 after a close, 1 otherwise."""
+    """Runs until `close`, a failure, or the end of the commands. Returns 0 after a close, 1 otherwise."""
     faulthandler.enable(all_threads=False)
     # The parent asks with SIGUSR1 where a process stands before it kills it.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of tensors, so that two processes can compare gradients and parameters without exchanging them. Imports torch.
+"""Digests of tensors, so that two processes compare gradients and parameters without exchanging them. Imports torch.
 
-Each digest has an exact hash (equal hashes: equal bits) and a linear sketch. The sketch adds the elements, each with a random
-sign, into `SKETCH` buckets. It is linear, so sketch(a) - sketch(b) = sketch(a - b), and with pairwise independent signs the
-expected squared norm of a sketch is the squared norm of the tensor (Charikar, Chen, Farach-Colton 2002; the estimate of |a - b|
-has a relative standard deviation of about sqrt(1 / (2 * SKETCH)), 9% here).
+Each digest has an exact hash (equal hashes: equal bits) and a linear sketch. The sketch adds the elements, each with a
+random sign, into `SKETCH` buckets. It is linear, so sketch(a) - sketch(b) = sketch(a - b), and with pairwise
+independent signs the expected squared norm of a sketch is the squared norm of the tensor (Charikar, Chen, Farach-Colton
+2002; the estimate of |a - b| has a relative standard deviation of about sqrt(1 / (2 * SKETCH)), 9% here).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 SKETCH = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = 2**64 - 1
-# A group of a parameter by its name, first match wins. Names: megatron-core GPTModel and HybridModel, TE TransformerLayer, ours.
+# A parameter's group by its name, first match wins. Names of megatron-core's GPTModel and HybridModel, TE's
+# TransformerLayer, and ours.
 _GROUPS = (
     # a fused layer norm sits inside the linear that follows it: only its own weight and bias count
     ("norm", r"norm[._](weight|bias)$"),
@@ -38,7 +39,7 @@ def group(name: str) -> str:
 
 
 class Digester:
-    """Digests named tensors by group. Sign vectors are kept per name, so the same tensor meets the same signs at every step."""
+    """Digests named tensors by group. Signs are kept by name: a tensor meets the same ones at every step."""
 
     def __init__(self, device: torch.device):
         self._device = device

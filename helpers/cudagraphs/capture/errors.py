@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a dying process said to a cause and a mend: CUDA capture error codes, out of memory, upstream asserts, signals."""
+"""From what a dying process said to a cause and a mend: CUDA capture error codes, out of memory, upstream asserts,
+signals."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import re
 import signal
 from dataclasses import asdict, dataclass
 
-# Names and meanings: CUDA runtime API, cudaError enumeration (driver_types.h, CUDA 13.0). The second text is the line that
-# PyTorch prints for the code when it does not print the name.
+# Names and meanings: CUDA runtime API, cudaError enumeration (driver_types.h, CUDA 13.0). The second text is the line
+# that PyTorch prints for the code when it does not print the name.
 CAPTURE_ERRORS = {
     900: (
         "cudaErrorStreamCaptureUnsupported",
@@ -85,11 +86,7 @@ _KNOWN = (
         "a replay read or wrote memory that was freed or moved after the capture",
         "with expandable segments set NCCL_GRAPH_REGISTER=0; keep every static input alive as long as its graph",
     ),
-    (
-        "initialization error",
-        "CUDA was touched before the process forked",
-        "run with --start spawn",
-    ),
+    ("initialization error", "CUDA was touched before the process forked", "run with --start spawn"),
     (
         "RNG tracker does not support cudagraphs",
         "the random number tracker is not graph-safe",
@@ -113,13 +110,9 @@ _KNOWN = (
     (
         "device-side assert triggered",
         "a kernel found an impossible index or value",
-        "run again with CUDA_LAUNCH_BLOCKING=1 and without graphs; if eager passes, the replay used stale or foreign data",
+        "run again with CUDA_LAUNCH_BLOCKING=1 and without graphs; if eager passes, the replay used stale data",
     ),
-    (
-        "DataLoader worker",
-        "a data loader worker died",
-        "look at the worker's own error; it is not the capture",
-    ),
+    ("DataLoader worker", "a data loader worker died", "look at the worker's own error; it is not the capture"),
 )
 _PRIVATE_POOL = re.compile(r"([\d.]+) ([KMGT]iB) allocated in private pools")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -145,7 +138,8 @@ class Failure:
 
 
 def capture_code(text: str) -> int | None:
-    """The first CUDA capture error code (900 to 909) that the text names, by enumerator or by message; None without one.
+    """The first CUDA capture error code (900 to 909) that the text names, by enumerator or by message; None without
+    one.
 
     901 only says that something before it failed, so any other code in the text comes first.
     """
@@ -184,11 +178,14 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
             memory = {**(memory or {}), "private_pool": private}
         during = "the capture" if phase == "capture" else f"phase {phase}"
         return Failure(
-            "out-of-memory", phase, short,
+            "out-of-memory",
+            phase,
+            short,
             f"the GPU ran out of memory during {during}; graphs keep their buffers in private pools that eager steps "
             "cannot reuse",
             "capture fewer modules, fewer microbatches in flight, or free memory first (recompute, smaller microbatch)",
-            detail=detail, memory=memory,
+            detail=detail,
+            memory=memory,
         )
     code = capture_code(text)
     if code is not None:
@@ -196,21 +193,30 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
         return Failure("capture", phase, short, cause, mend, code, name, detail=detail, memory=memory)
     for fragment, cause, mend in _KNOWN:
         if fragment in text:
-            return Failure("error", phase, short, cause, mend, detail=detail, memory=memory, rules=tuple(rules(message)))
+            return Failure(
+                "error", phase, short, cause, mend, detail=detail, memory=memory, rules=tuple(rules(message))
+            )
     codes = tuple(rules(message))
     if kind == "AssertionError" or codes:
         refused = phase == "build"
         return Failure(
-            "refused" if refused else "assert", phase, short,
+            "refused" if refused else "assert",
+            phase,
+            short,
             "upstream's own check refused the configuration" if refused else "an assert failed at run time",
             "see the rules named, with `python helpers/validate_constraints.py`" if codes else "read the assert's text",
-            detail=detail, memory=memory, rules=codes,
+            detail=detail,
+            memory=memory,
+            rules=codes,
         )
-    return Failure("error", phase, short, f"{kind} in phase {phase}", "read the traceback", detail=detail, memory=memory)
+    return Failure(
+        "error", phase, short, f"{kind} in phase {phase}", "read the traceback", detail=detail, memory=memory
+    )
 
 
 def died(phase: str, status: int | None, tail: str) -> Failure:
-    """The failure of a child that ended without a report. `status` is its wait status in the form of Popen.returncode."""
+    """The failure of a child that ended without a report. `status` is its wait status in the form of
+    Popen.returncode."""
     if status is not None and status < 0:
         try:
             name = signal.Signals(-status).name
@@ -219,7 +225,10 @@ def died(phase: str, status: int | None, tail: str) -> Failure:
         cause = f"the process was killed by {name}"
         mend = "a native library crashed: read the stack below"
         if name == "SIGKILL":
-            cause, mend = f"{cause}, as the kernel does when host memory runs out", "use less host memory, or more hosts"
+            cause, mend = (
+                f"{cause}, as the kernel does when host memory runs out",
+                "use less host memory, or more hosts",
+            )
     else:
         cause, mend = f"the process ended with exit status {status}", "read its last lines below"
     code = capture_code(tail)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports torch and the stack once, touches no CUDA, and forks a process for each variant.
 
-Reads requests from a UNIX socket: JSON with the job, and two file descriptors, commands and replies, beside it, and a third
-for the child's log. Answers `{"pid"}` for a start, and `{"pid", "status"}` when a child ends (as Popen.returncode).
-The answers come through a pipe of lines, because they are not tied to requests.
+Reads requests from a UNIX socket: JSON with the job, and two file descriptors, commands and replies, beside it, and a
+third for the child's log. Answers `{"pid"}` for a start, and `{"pid", "status"}` when a child ends (as
+Popen.returncode). The answers come through a pipe of lines, because they are not tied to requests.
 """
 
 from __future__ import annotations
@@ -36,13 +36,21 @@ def probe() -> dict:
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:
-        # Transformer Engine may have loaded another cuDNN than torch was built with; torch then refuses to work with it.
+        # Transformer Engine may have loaded another cuDNN than torch was built with; torch then refuses to work with
+        # it.
         built, loaded = re.findall(r"\((\d+, \d+, \d+)\)", str(error))[:2] or ("", str(error))
         cudnn = f"{loaded.replace(', ', '.')} (torch was built with {built.replace(', ', '.')})"
     return {
-        **out, "devices": torch.cuda.device_count(), "gpu": properties.name, "capability": [properties.major, properties.minor],
-        "uuid": str(getattr(properties, "uuid", "0")), "memory_bytes": total, "free_bytes": free, "multiprocessors": properties.multi_processor_count,
-        "cudnn": cudnn, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        **out,
+        "devices": torch.cuda.device_count(),
+        "gpu": properties.name,
+        "capability": [properties.major, properties.minor],
+        "uuid": str(getattr(properties, "uuid", "0")),
+        "memory_bytes": total,
+        "free_bytes": free,
+        "multiprocessors": properties.multi_processor_count,
+        "cudnn": cudnn,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

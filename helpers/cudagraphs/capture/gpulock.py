@@ -12,7 +12,8 @@ from pathlib import Path
 
 
 class GpuLock:
-    """A lock for one GPU of this machine, named by its UUID; without a name it locks nothing. The kernel frees it at exit."""
+    """A lock for one GPU of this machine, named by its UUID; without a name it locks nothing. The kernel frees it at
+    exit."""
 
     def __init__(self, name: str | None, folder: str | None = None):
         self._fd = None

@@ -7,7 +7,8 @@ import torch
 
 
 def snapshot(device: torch.device) -> dict[str, int]:
-    """`{"allocated", "reserved", "private_pool"}`; zeros on a CPU. `private_pool` is reserved memory that only graphs may use.
+    """`{"allocated", "reserved", "private_pool"}`; zeros on a CPU. `private_pool` is reserved memory that only graphs
+    may use.
 
     Source: torch.cuda.memory_snapshot, key `segment_pool_id`, (0, 0) for the common pool (torch 2.11).
     """
@@ -18,7 +19,8 @@ def snapshot(device: torch.device) -> dict[str, int]:
         segment["total_size"] for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)
     )
     return {
-        "allocated": stats["allocated_bytes.all.current"], "reserved": stats["reserved_bytes.all.current"],
+        "allocated": stats["allocated_bytes.all.current"],
+        "reserved": stats["reserved_bytes.all.current"],
         "private_pool": private,
     }
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts one process a variant, gives them their commands in turns, and survives whatever they do. Never imports torch.
 
-A command goes to one or several children at once (`Session.ask`); each child has the phase's time limit, and one that dies,
-reports a failure or passes its limit leaves the session with a `Failure`, while the others go on. Commands that measure
-(capture, profile, time) are given to one child at a time, so that nobody else uses the GPU; the rest run together.
+A command goes to one or several children at once (`Session.ask`); each child has the phase's time limit, and one that
+dies, reports a failure or passes its limit leaves the session with a `Failure`, while the others go on. Commands that
+measure (capture, profile, time) are given to one child at a time, so that nobody else uses the GPU; the rest run
+together.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """The user's environment, which is what is being tested, with defaults that only matter for many processes at once."""
+    """The user's environment, which is what is being tested, with defaults that only matter for many processes at
+    once."""
     out = dict(os.environ)
     out["PYTHONPATH"] = os.pathsep.join([str(HELPERS), *filter(None, [out.get("PYTHONPATH")])])
     # One compile worker a process: each variant would start as many as there are cores.
@@ -126,8 +128,13 @@ class SpawnLauncher:
         log = self._logs / f"{_file_name(job['name'])}.log"
         with open(log, "wb") as target:
             process = subprocess.Popen(
-                [*self._command, str(commands_r), str(replies_w)], pass_fds=(commands_r, replies_w), stdout=target,
-                stderr=target, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True,
+                [*self._command, str(commands_r), str(replies_w)],
+                pass_fds=(commands_r, replies_w),
+                stdout=target,
+                stderr=target,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
             )
         os.close(commands_r)
         os.close(replies_w)
@@ -160,8 +167,12 @@ class ForkLauncher:
         with open(self._log, "ab") as target:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "cudagraphs.capture.forkserver", str(other.fileno()), str(answers_w), *modules],
-                pass_fds=(other.fileno(), answers_w), stdout=target, stderr=target, stdin=subprocess.DEVNULL,
-                env=_environment(), start_new_session=True,
+                pass_fds=(other.fileno(), answers_w),
+                stdout=target,
+                stderr=target,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
             )
         other.close()
         os.close(answers_w)
@@ -173,7 +184,8 @@ class ForkLauncher:
         self.seconds = ready["seconds"]
 
     def _wait(self, wanted: Callable[[dict], bool], limit_s: float) -> dict | None:
-        """The next message that is wanted; exit statuses met on the way are kept. None after the limit or the server's end."""
+        """The next message that is wanted; exit statuses met on the way are kept. None after the limit or the server's
+        end."""
         end = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
@@ -201,7 +213,9 @@ class ForkLauncher:
         os.close(commands_r)
         os.close(replies_w)
         if started is None:
-            raise StartError(f"the fork server did not start {request['name']}: {self._log.read_text(errors='replace')[-2000:]}")
+            raise StartError(
+                f"the fork server did not start {request['name']}: {self._log.read_text(errors='replace')[-2000:]}"
+            )
         return started["pid"], commands_w, replies_r
 
     def probe(self, limit_s: float = 120.0) -> dict:
@@ -251,10 +265,16 @@ def _file_name(name: str) -> str:
 
 
 class Session:
-    """The children of one run. `limits` holds seconds by phase, with `default`; `rules` maps assert texts to rule codes."""
+    """The children of one run. `limits` holds seconds by phase, with `default`; `rules` maps assert texts to rule
+    codes."""
 
     def __init__(
-        self, launcher, limits: dict[str, float], ranks: Ranks, progress=lambda text: None, rules=lambda text: (),
+        self,
+        launcher,
+        limits: dict[str, float],
+        ranks: Ranks,
+        progress=lambda text: None,
+        rules=lambda text: (),
         lock: GpuLock | None = None,
     ):
         self._launcher, self._limits, self._ranks, self._lock = launcher, limits, ranks, lock or GpuLock(None)
@@ -270,8 +290,8 @@ class Session:
     def ask(self, children: Iterable[Child], command: dict) -> list[Child]:
         """Gives the command to every child that is alive. Returns those that answered it on every rank.
 
-        All children work at once on one GPU, one after the other on several: collectives of different process groups that
-        wait for one another on the same GPUs make hardly any progress.
+        All children work at once on one GPU, one after the other on several: collectives of different process groups
+        that wait for one another on the same GPUs make hardly any progress.
         """
         phase = command["do"]
         asked = [child for child in children if child.alive]
@@ -361,7 +381,8 @@ class Session:
                 child.kill()
 
     def finish(self, children: Iterable[Child]) -> dict[str, dict]:
-        """Closes every child alive and waits for its exit: `{name: {"seconds", "exit_s", "status", "within_limit", ...}}`."""
+        """Closes every child alive and waits for its exit: `{name: {"seconds", "exit_s", "status", "within_limit",
+        ...}}`."""
         out = {}
         closed = self.ask(children, {"do": "close"})
         for child in closed:
@@ -374,7 +395,10 @@ class Session:
                 child.kill()
             answer = child.answers["close"]
             out[child.name] = {
-                "deleted": answer["deleted"], "seconds": answer["seconds"], "exit_s": waited, "status": status,
+                "deleted": answer["deleted"],
+                "seconds": answer["seconds"],
+                "exit_s": waited,
+                "status": status,
                 "memory": answer["memory"],
             }
         return out

@@ -3,8 +3,9 @@
 
 A record is `{"steps": [step], "evaluations": [step], "parameters": {mark: groups}}` with
 step = `{"index", "losses": [float], "gradients": groups or absent}` and groups = `{group: digest}`. A digest is
-`{"numel", "norm", "hash", "sketch"}`: equal hashes mean equal bits, and the sketches are linear random projections, so the norm
-of their difference estimates the norm of the difference of the full tensors (see `digest`), which never leave their process.
+`{"numel", "norm", "hash", "sketch"}`: equal hashes mean equal bits, and the sketches are linear random projections, so
+the norm of their difference estimates the norm of the difference of the full tensors (see `digest`), which never leave
+their process.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# Largest relative differences that count as the same training where the bits differ: (loss, gradient group, parameters).
-# BF16 keeps 8 bits of mantissa (half a unit is 2**-9, 0.2%) and FP8 E4M3 keeps 4 (2**-5, 3%); a reordered sum moves a loss far less
-# than that, a gradient group by a few units, parameters kept in BF16 by up to one, and steps add up.
-TOLERANCES = {
-    "fp32": (1e-5, 1e-3, 1e-4),
-    "bf16": (2e-3, 3e-2, 4e-3),
-    "fp8": (1e-2, 2e-1, 1e-2),
-}
+# Largest relative differences that count as the same training where the bits differ: (loss, gradient group,
+# parameters). BF16 keeps 8 bits of mantissa (half a unit is 2**-9, 0.2%) and FP8 E4M3 keeps 4 (2**-5, 3%); a reordered
+# sum moves a loss far less than that, a gradient group by a few units, parameters kept in BF16 by up to one, and steps
+# add up.
+TOLERANCES = {"fp32": (1e-5, 1e-3, 1e-4), "bf16": (2e-3, 3e-2, 4e-3), "fp8": (1e-2, 2e-1, 1e-2)}
 # One repeat is one draw of eager's own differences; another draw may well be twice as far.
 NOISE_FACTOR = 3.0
 
 
 def relative(first: dict, second: dict) -> float:
-    """Estimated |first - second| / |first| of two digests; inf where only one of them is zero or any value is not finite."""
+    """Estimated |first - second| / |first| of two digests; inf where only one is zero or a value is not finite."""
     values = [*first["sketch"], *second["sketch"], first["norm"], second["norm"]]
     if not all(map(math.isfinite, values)):
         return math.inf
@@ -66,8 +64,9 @@ def _compare_groups(eager: dict, graph: dict) -> tuple[bool, float, str]:
 def compare(eager: dict, graph: dict, dtype: str, noise: dict | None = None) -> dict:
     """The verdict on two records: `{"verdict", "bitwise", "loss", "gradients", "parameters", "first_difference", ...}`.
 
-    `noise` is the comparison of eager with its own repeat: what eager differs from itself, a graph may differ too, up to
-    `NOISE_FACTOR` times. `verdict` is `bitwise`, `tolerance` or `differs`. Every figure is the worst over all steps, first replay included.
+    `noise` is the comparison of eager with its own repeat: what eager differs from itself, a graph may differ too, up
+    to `NOISE_FACTOR` times. `verdict` is `bitwise`, `tolerance` or `differs`. Every figure is the worst over all steps,
+    first replay included.
     `first_difference` names the earliest step and place beyond tolerance, None without one.
     """
     limit_loss, limit_grad, limit_param = (
@@ -110,8 +109,14 @@ def compare(eager: dict, graph: dict, dtype: str, noise: dict | None = None) -> 
         note(distance, limit_param, "parameters", f"parameters {mark}, {group}")
     verdict = "differs" if first else "bitwise" if bitwise else "tolerance"
     return {
-        "verdict": verdict, "bitwise": bitwise, **worst, "by_group": groups, "first_difference": first,
-        "steps": len(graph["steps"]), "evaluations": len(graph["evaluations"]), "dtype": dtype,
+        "verdict": verdict,
+        "bitwise": bitwise,
+        **worst,
+        "by_group": groups,
+        "first_difference": first,
+        "steps": len(graph["steps"]),
+        "evaluations": len(graph["evaluations"]),
+        "dtype": dtype,
         "allowed": {"loss": limit_loss, "gradients": limit_grad, "parameters": limit_param},
     }
 
@@ -139,8 +144,8 @@ def kolmogorov_smirnov(first: Sequence[float], second: Sequence[float]) -> dict:
 def dropout(eager: Sequence[float], graph: Sequence[float]) -> dict:
     """Does dropout still draw anew at each replay, from the same distribution?
 
-    Both lists hold the loss of one batch, run again and again with frozen weights. `advances` is False where two replays gave
-    the same loss (the generator stands still); `verdict` is `tolerance` or `differs`.
+    Both lists hold the loss of one batch, run again and again with frozen weights. `advances` is False where two
+    replays gave the same loss (the generator stands still); `verdict` is `tolerance` or `differs`.
     """
     test = kolmogorov_smirnov(eager, graph)
     advances = len(set(graph)) == len(graph)
@@ -149,5 +154,10 @@ def dropout(eager: Sequence[float], graph: Sequence[float]) -> dict:
         first = f"dropout draws repeat: {len(set(graph))} different losses in {len(graph)} replays of one batch"
     elif not test["same"]:
         first = f"dropout's losses follow another distribution (distance {test['distance']:.3f})"
-    return {"advances": advances, "draws": len(graph), "test": test, "first_difference": first,
-            "verdict": "differs" if first else "tolerance"}
+    return {
+        "advances": advances,
+        "draws": len(graph),
+        "test": test,
+        "first_difference": first,
+        "verdict": "differs" if first else "tolerance",
+    }

@@ -28,7 +28,7 @@ class Shape:
     capacity_factor: float | None = None
 
 
-# launch: kernels shorter than their launch, the host is the limit. compute: kernels fill the GPU, there is nothing to gain.
+# launch: kernels shorter than their launch, the host is the limit. compute: kernels fill the GPU, nothing to gain.
 SIZES = {
     "launch": Shape(),
     "compute": Shape(layers=2, hidden=4096, heads=32, kv_heads=32, ffn=16384, sequence=4096, vocabulary=8192),
@@ -54,11 +54,12 @@ def parameters(s: Shape) -> int:
 
 
 def memory_bytes(s: Shape) -> int:
-    """A rough upper estimate of one training process: parameters, gradients, Adam, activations of one microbatch, context.
+    """A rough upper estimate of one process: parameters, gradients, Adam, activations of a microbatch, context.
 
     18 bytes a parameter: bf16 weight 2, fp32 gradient 4, fp32 weight 4, two fp32 moments 8. Activations after
-    Korthikanti et al. 2022, 34 bytes x tokens x hidden a layer without the attention matrix, times the experts' fan-out, plus
-    the logits in bf16 and fp32 with their gradients. A graph's private pool can hold the activations once more.
+    Korthikanti et al. 2022, 34 bytes x tokens x hidden a layer without the attention matrix, times the experts'
+    fan-out, plus the logits in bf16 and fp32 with their gradients. A graph's private pool can hold the activations once
+    more.
     """
     tokens = s.sequence * s.microbatch
     fan_out = s.top_k if s.experts else 1
@@ -67,7 +68,7 @@ def memory_bytes(s: Shape) -> int:
 
 
 def at_once(s: Shape, variants: int, free_bytes: int, world: int = 1) -> int:
-    """How many processes may hold the GPU together. One on several GPUs: collectives of two process groups would interleave."""
+    """How many processes may hold the GPU together. One where collectives of several process groups would meet."""
     if world > 1:
         return 1
     return max(1, min(variants, int(0.8 * free_bytes // memory_bytes(s))))
@@ -76,8 +77,8 @@ def at_once(s: Shape, variants: int, free_bytes: int, world: int = 1) -> int:
 def scale(s: Shape, limit_bytes: int, max_layers: int = 8, divisors: dict | None = None) -> tuple[Shape, list[str]]:
     """The shape made to fit `limit_bytes`, and what changed, one sentence each.
 
-    Layers go first and experts second, because neither changes how long a kernel runs, so the answer about launch-bound or
-    compute-bound stays the same. Sequence and hidden size come last, and the report says that they moved the answer.
+    Layers go first and experts second, because neither changes how long a kernel runs, so the answer about launch-bound
+    or compute-bound stays the same. Sequence and hidden size come last, and the report says that they moved the answer.
     `divisors` holds the parallel sizes that the result must still divide by (`pipeline`, `expert`, `tensor`).
     """
     divisors = {"pipeline": 1, "expert": 1, "tensor": 1, **(divisors or {})}
@@ -122,7 +123,7 @@ def _joined(changes: list[str]) -> list[str]:
 def shape_from_recipe(values: dict) -> tuple[Shape, list[str]]:
     """A Shape from the fields of a recipe (TransformerConfig names), and the sentences about what was missing.
 
-    Fields that the recipe leaves unknown take the default of the launch-bound shape, except those that follow from others:
+    Fields that the recipe leaves unknown take the launch-bound shape's value, except those that follow from others:
     `ffn_hidden_size` defaults to 4 x hidden, `num_query_groups` to the number of heads, as in TransformerConfig.
     """
     base, notes = Shape(), []
@@ -140,20 +141,25 @@ def shape_from_recipe(values: dict) -> tuple[Shape, list[str]]:
     ffn = values.get("moe_ffn_hidden_size") if experts else None
     dropping = values.get("moe_expert_capacity_factor") if experts else None
     return Shape(
-        layers=take("num_layers", base.layers), hidden=hidden, heads=heads,
+        layers=take("num_layers", base.layers),
+        hidden=hidden,
+        heads=heads,
         kv_heads=values.get("num_query_groups") or heads,
         ffn=ffn or values.get("ffn_hidden_size") or 4 * hidden,
-        sequence=take("seq_length", base.sequence), microbatch=values.get("micro_batch_size") or 1,
+        sequence=take("seq_length", base.sequence),
+        microbatch=values.get("micro_batch_size") or 1,
         vocabulary=min(values.get("vocab_size") or base.vocabulary, base.vocabulary),
-        experts=experts if experts > 1 else 0, top_k=values.get("moe_router_topk") or base.top_k, capacity_factor=dropping,
+        experts=experts if experts > 1 else 0,
+        top_k=values.get("moe_router_topk") or base.top_k,
+        capacity_factor=dropping,
     ), notes
 
 
 def hybrid_pattern(model: str, layers: int, mamba: bool) -> str | None:
     """The layer pattern of a hybrid model, None for others: M Mamba, * attention, - MLP, E mixture of experts.
 
-    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py, Symbols (0.19.2). Without the mamba-ssm package the Mamba
-    layers are left out; attention and MLP stay separate layers, as in every hybrid.
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py, Symbols (0.19.2). Without the mamba-ssm package the
+    Mamba layers are left out; attention and MLP stay separate layers, as in every hybrid.
     """
     if model == "hybrid-moe":
         unit = "*E"
@@ -174,7 +180,13 @@ def model_of(values: dict) -> str:
 
 
 def config_fields(
-    model: str, s: Shape, precision: str, dropout: float, parallel: dict, pattern: str | None = None, extra: dict | None = None
+    model: str,
+    s: Shape,
+    precision: str,
+    dropout: float,
+    parallel: dict,
+    pattern: str | None = None,
+    extra: dict | None = None,
 ) -> dict:
     """TransformerConfig overrides of a model, without the graph fields. `extra` (from a recipe) wins.
 
@@ -183,16 +195,28 @@ def config_fields(
     Source of the names: megatron/core/transformer/transformer_config.py, 0.19.2.
     """
     out = {
-        "num_layers": len(pattern) if pattern else s.layers, "hidden_size": s.hidden, "num_attention_heads": s.heads, "num_query_groups": s.kv_heads,
-        "ffn_hidden_size": s.ffn, "attention_dropout": dropout, "hidden_dropout": dropout, "bf16": True,
-        "add_bias_linear": False, "tensor_model_parallel_size": parallel["tensor"],
-        "pipeline_model_parallel_size": parallel["pipeline"], "expert_model_parallel_size": parallel["expert"],
+        "num_layers": len(pattern) if pattern else s.layers,
+        "hidden_size": s.hidden,
+        "num_attention_heads": s.heads,
+        "num_query_groups": s.kv_heads,
+        "ffn_hidden_size": s.ffn,
+        "attention_dropout": dropout,
+        "hidden_dropout": dropout,
+        "bf16": True,
+        "add_bias_linear": False,
+        "tensor_model_parallel_size": parallel["tensor"],
+        "pipeline_model_parallel_size": parallel["pipeline"],
+        "expert_model_parallel_size": parallel["expert"],
         "sequence_parallel": parallel["tensor"] > 1,
     }
     if s.experts:
         out |= {
-            "num_moe_experts": s.experts, "moe_router_topk": s.top_k, "moe_ffn_hidden_size": s.ffn,
-            "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_router_load_balancing_type": "aux_loss",
+            "num_moe_experts": s.experts,
+            "moe_router_topk": s.top_k,
+            "moe_ffn_hidden_size": s.ffn,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": True,
+            "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.01,
         }
         if model == "moe-drop-pad":
@@ -204,7 +228,13 @@ def config_fields(
 
 def job(setup: dict, variant: Variant, *, name: str | None = None, drill: str | None = None) -> dict:
     """The plain description that a child gets: the setup common to all variants, and this variant."""
-    return {**setup, "name": name or variant.name, "impl": variant.impl, "modules": list(variant.modules), "drill": drill}
+    return {
+        **setup,
+        "name": name or variant.name,
+        "impl": variant.impl,
+        "modules": list(variant.modules),
+        "drill": drill,
+    }
 
 
 def as_dict(s: Shape) -> dict:

@@ -23,8 +23,9 @@ def draw(result: dict, path: Path) -> None:
     _timelines(lower, traced)
     shape = result["shape"]
     figure.suptitle(
-        f"{result['stack']} {result['model']} {result['precision']}, {shape['layers']} layers, hidden {shape['hidden']}, "
-        f"sequence {shape['sequence']}, {result['machine'].get('gpu', 'CPU')}", fontsize=10,
+        f"{result['stack']} {result['model']} {result['precision']}, {shape['layers']} layers, "
+        f"hidden {shape['hidden']}, sequence {shape['sequence']}, {result['machine'].get('gpu', 'CPU')}",
+        fontsize=10,
     )
     figure.savefig(path, dpi=150)
 

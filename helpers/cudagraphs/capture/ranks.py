@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the parents of several ranks keep step: they exchange small values through a store, and hear of each other's failures.
+"""How the parents of several ranks keep step: they exchange small values through a store, and hear of each other's
+failures.
 
-Under torchrun every rank runs the whole tool: a parent with its own children. The children of one variant form a process
-group; the parents do not belong to it, so they stay able to talk when it breaks.
+Under torchrun every rank runs the whole tool: a parent with its own children. The children of one variant form a
+process group; the parents do not belong to it, so they stay able to talk when it breaks.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class StoreRanks(Ranks):
 def from_environment(limit_s: float) -> Ranks:
     """The ranks that torchrun's environment describes; a single rank without it.
 
-    The store is the launcher's own where it offers one (TORCHELASTIC_USE_AGENT_STORE, set by torchrun), else rank 0 holds it.
-    Raises KeyError naming a variable that the launcher should have set.
+    The store is the launcher's own where it offers one (TORCHELASTIC_USE_AGENT_STORE, set by torchrun), else rank 0
+    holds it. Raises KeyError naming a variable that the launcher should have set.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:

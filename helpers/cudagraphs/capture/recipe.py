@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a smoke run takes from a recipe: its shape, its graph settings, and the fields that decide what can be captured."""
+"""What a smoke run takes from a recipe: its shape, its graph settings, and the fields that decide what can be
+captured."""
 
 from __future__ import annotations
 
@@ -15,21 +16,53 @@ from cudagraphs.settings import Known, Settings
 
 # Fields that a smoke run passes on as they are: they change what is captured and need nothing but one node.
 PASSED_ON = (
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "normalization", "qk_layernorm",
-    "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap",
-    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_score_function", "moe_router_dtype",
-    "moe_grouped_gemm", "moe_permute_fusion", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
-    "moe_router_topk", "attention_dropout", "hidden_dropout", "kv_channels",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "normalization",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_overlap",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_score_function",
+    "moe_router_dtype",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_topk",
+    "attention_dropout",
+    "hidden_dropout",
+    "kv_channels",
 )
 _SHAPE = (
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size",
-    "num_moe_experts", "moe_router_topk", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
-    "hybrid_layer_pattern", "is_hybrid_model", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "hybrid_layer_pattern",
+    "is_hybrid_model",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
 # Facts that live outside the model's own section, under the name that the shape uses.
-_ELSEWHERE = {"seq_length": ("seq_length", "dataset.seq_length", "dataset.sequence_length"),
-              "micro_batch_size": ("train.micro_batch_size", "micro_batch_size"), "vocab_size": ("vocab_size",)}
+_ELSEWHERE = {
+    "seq_length": ("seq_length", "dataset.seq_length", "dataset.sequence_length"),
+    "micro_batch_size": ("train.micro_batch_size", "micro_batch_size"),
+    "vocab_size": ("vocab_size",),
+}
 
 
 class RecipeError(ValueError):
@@ -38,7 +71,8 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Read:
-    """Plain values of the recipe. `variant` is None where graphs are off or undecided; `notes` say what was left out."""
+    """Plain values of the recipe. `variant` is None where graphs are off or undecided; `notes` say what was left
+    out."""
 
     values: dict
     config: dict
@@ -82,8 +116,11 @@ def from_settings(settings: Settings) -> Read:
 def _variant(settings: Settings, notes: list[str]) -> Variant | None:
     state = graph_state(settings)
     if state.impl in (None, "none"):
-        notes.append("graphs are off in the recipe: the variants worth a try are run instead"
-                     if state.impl == "none" else "the recipe's graph implementation is not decided: variants worth a try run")
+        notes.append(
+            "graphs are off in the recipe: the variants worth a try are run instead"
+            if state.impl == "none"
+            else "the recipe's graph implementation is not decided: variants worth a try run"
+        )
         return None
     modules = tuple(name for name in MODULES["megatron-core"] if name in (state.modules or ()))
     if state.impl == "local" and "full_iteration" in (state.modules or ()):

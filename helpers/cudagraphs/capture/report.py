@@ -11,7 +11,9 @@ SCHEMA_VERSION = 1
 MIB = 2**20
 
 
-def assess(outcomes: dict[str, Outcome], jobs: dict[str, dict], rules: dict[str, dict], exit_limit_s: float) -> list[dict]:
+def assess(
+    outcomes: dict[str, Outcome], jobs: dict[str, dict], rules: dict[str, dict], exit_limit_s: float
+) -> list[dict]:
     """One dict a variant, eager first: everything measured, and the verdicts.
 
     `rules[name]` is what the rules said beforehand (`variants.legal`).
@@ -20,7 +22,8 @@ def assess(outcomes: dict[str, Outcome], jobs: dict[str, dict], rules: dict[str,
     noise = _noise(eager, repeat)
     drift = _parity(repeat, eager, jobs[REPEAT], None) if repeat else None
     return [
-        _one(outcome, eager, jobs[name], rules.get(name), noise, drift, exit_limit_s) for name, outcome in outcomes.items()
+        _one(outcome, eager, jobs[name], rules.get(name), noise, drift, exit_limit_s)
+        for name, outcome in outcomes.items()
     ]
 
 
@@ -31,18 +34,35 @@ def _noise(eager: Outcome, repeat: Outcome | None) -> float:
 
 
 def _one(
-    outcome: Outcome, eager: Outcome, job: dict, rule: dict | None, noise: float, drift: dict | None, exit_limit_s: float
+    outcome: Outcome,
+    eager: Outcome,
+    job: dict,
+    rule: dict | None,
+    noise: float,
+    drift: dict | None,
+    exit_limit_s: float,
 ) -> dict:
     """`noise` and `drift` are what eager differs from its own repeat, in speed and in numbers."""
     baseline = job["impl"] == EAGER.impl
     dry = job["device"] != "cuda"
     out = {
-        "name": outcome.name, "impl": job["impl"], "modules": job["modules"], "drill": job["drill"], "rules": rule,
-        "failure": outcome.failure, "captures": outcome.captures, "capture_s": outcome.capture_s, "memory": outcome.memory,
-        "cleanup": _cleanup(outcome, exit_limit_s), "losses": [step["losses"] for step in outcome.record["steps"]],
+        "name": outcome.name,
+        "impl": job["impl"],
+        "modules": job["modules"],
+        "drill": job["drill"],
+        "rules": rule,
+        "failure": outcome.failure,
+        "captures": outcome.captures,
+        "capture_s": outcome.capture_s,
+        "memory": outcome.memory,
+        "cleanup": _cleanup(outcome, exit_limit_s),
+        "losses": [step["losses"] for step in outcome.record["steps"]],
         "evaluation_losses": [step["losses"] for step in outcome.record["evaluations"]],
-        "gradient_norms": _norms(outcome), "rounds_ms": outcome.rounds_ms, "wall_ms": outcome.wall_ms,
-        "profile": outcome.profile, "replay": _replay(outcome, baseline),
+        "gradient_norms": _norms(outcome),
+        "rounds_ms": outcome.rounds_ms,
+        "wall_ms": outcome.wall_ms,
+        "profile": outcome.profile,
+        "replay": _replay(outcome, baseline),
     }
     out["captured"] = None if baseline else outcome.failure is None and (dry or out["replay"]["proven"])
     out["parity"] = drift if outcome.name == REPEAT else _parity(outcome, eager, job, drift)
@@ -66,18 +86,22 @@ def _one(
 def _norms(outcome: Outcome) -> list[dict]:
     return [
         {group: digest["norm"] for group, digest in step["gradients"].items()}
-        for step in outcome.record["steps"] if "gradients" in step
+        for step in outcome.record["steps"]
+        if "gradients" in step
     ]
 
 
 def _replay(outcome: Outcome, baseline: bool) -> dict:
-    """Replays counted at torch.cuda.CUDAGraph in each compared step, and graph launches that the profiler saw in a step."""
+    """Replays counted at torch.cuda.CUDAGraph in each compared step, and graph launches that the profiler saw in a
+    step."""
     replays = outcome.replays
     launches = outcome.profile["graph_launches"] if outcome.profile else None
     usual = max(replays, default=0)
     return {
-        "per_step": usual, "fallbacks": sum(usual - count for count in replays),
-        "steps_without": sum(count == 0 for count in replays), "profiler_launches": launches,
+        "per_step": usual,
+        "fallbacks": sum(usual - count for count in replays),
+        "steps_without": sum(count == 0 for count in replays),
+        "profiler_launches": launches,
         "proven": not baseline and usual > 0 and min(replays) > 0 and bool(launches),
     }
 
@@ -148,8 +172,9 @@ def problem(out: dict) -> str | None:
     if out["replay"]["fallbacks"]:
         return f"{out['replay']['fallbacks']} replays fell back to eager"
     if out["cleanup"] and not out["cleanup"]["clean"]:
-        left = out["cleanup"]["deleted"]["live_graphs_after"]
-        return f"cleanup took {out['cleanup']['total_s']:.1f} s, exit status {out['cleanup']['status']}, {left} graphs left"
+        done = out["cleanup"]
+        left = done["deleted"]["live_graphs_after"]
+        return f"cleanup took {done['total_s']:.1f} s, exit status {done['status']}, {left} graphs left"
     return None
 
 
@@ -164,8 +189,13 @@ def verdict(out: dict) -> str:
         return f"{trouble}: {out['failure']['cause']}. Mend: {out['failure']['mend']}"
     parts = ["captured" if out["captured"] else "not captured"]
     if out["parity"]:
-        parts.append({"bitwise": "same training to the last bit", "tolerance": "same training within tolerance",
-                      "differs": "NOT the same training"}[out["parity"]["verdict"]])
+        parts.append(
+            {
+                "bitwise": "same training to the last bit",
+                "tolerance": "same training within tolerance",
+                "differs": "NOT the same training",
+            }[out["parity"]["verdict"]]
+        )
     if out["speedup"]:
         parts.append(f"{out['speedup']['verdict']} {_ratio(out['speedup'])}")
     if out["memory_cost"] is not None:
@@ -216,17 +246,33 @@ def table(result: dict) -> str:
     """The run for people: machine, table, verdicts, recommendation."""
     machine, versions = result["machine"], result["versions"]
     lines = [
-        f"{machine.get('gpu', 'CPU, dry run')}, " + ", ".join(f"{name} {number}" for name, number in versions.items() if number),
+        f"{machine.get('gpu', 'CPU, dry run')}, "
+        + ", ".join(f"{name} {number}" for name, number in versions.items() if number),
         f"{result['stack']}, {result['model']}, {result['precision']}, " + _shape(result["shape"]),
     ]
     lines += [f"scaled down: {change}" for change in result["changes"]]
     lines.append("")
-    head = ("variant", "step ms", "p10-p90", "speedup", "95%", "GPU busy", "graphs/step", "capture s", "parity", "MiB", "exit s")
+    head = (
+        "variant",
+        "step ms",
+        "p10-p90",
+        "speedup",
+        "95%",
+        "GPU busy",
+        "graphs/step",
+        "capture s",
+        "parity",
+        "MiB",
+        "exit s",
+    )
     rows = [head, *(_row(out) for out in result["variants"])]
     widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
     for row in rows:
-        lines.append("  ".join(cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in
-                               enumerate(zip(row, widths))).rstrip())
+        lines.append(
+            "  ".join(
+                cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+            ).rstrip()
+        )
     lines.append("")
     eager = next(out for out in result["variants"] if out["name"] == EAGER.name)
     if eager["busy"]:
@@ -238,8 +284,8 @@ def table(result: dict) -> str:
     twin = next((out for out in result["variants"] if out["name"] == REPEAT), None)
     if twin and twin["parity"] and not twin["parity"]["bitwise"]:
         lines.append(
-            f"Eager does not repeat itself bit for bit here (gradients {twin['parity']['gradients']:.1e} apart): bitwise parity of "
-            "a graph cannot be expected."
+            f"Eager does not repeat itself bit for bit here (gradients {twin['parity']['gradients']:.1e} apart): "
+            "bitwise parity of a graph cannot be expected."
         )
     for out in result["variants"]:
         lines.append(f"{out['name']}: {out['verdict']}")
@@ -257,8 +303,8 @@ def table(result: dict) -> str:
 
 def _shape(shape: dict) -> str:
     text = (
-        f"{shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}, micro-batch {shape['microbatch']}, "
-        f"{shape['microbatches']} microbatches"
+        f"{shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}, "
+        f"micro-batch {shape['microbatch']}, {shape['microbatches']} microbatches"
     )
     return text + (f", {shape['experts']} experts top-{shape['top_k']}" if shape["experts"] else "")
 

@@ -20,7 +20,8 @@ PROFILED_STEPS = 2
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to run: `steps` compared after the capture, `long` more without digests, `rounds` of timing, `jobs` at once."""
+    """How much to run: `steps` compared after the capture, `long` more without digests, `rounds` of timing, `jobs` at
+    once."""
 
     steps: int = 20
     long: int = 0
@@ -48,7 +49,11 @@ class Outcome:
 
 
 def run(
-    session: Session, jobs: dict[str, dict], effort: Effort, ranks: Ranks, progress: Callable[[str], None] = lambda text: None
+    session: Session,
+    jobs: dict[str, dict],
+    effort: Effort,
+    ranks: Ranks,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Outcome]:
     """Runs the jobs, by name; the eager ones (`none`, its repeat) stay alive as the baseline of every wave of variants.
 
@@ -80,7 +85,8 @@ def run(
             _finish(session, variants, outcomes)
             shared = len(names) > 1
             again = [
-                child.name for child in variants
+                child.name
+                for child in variants
                 if shared and child.failure and child.failure.kind == "out-of-memory" and not jobs[child.name]["drill"]
             ]
             if again and len(wave) > 1:
@@ -132,7 +138,8 @@ def _parity(session: Session, children: list[Child], first: int, steps: int, dig
 
 
 def _measure(session: Session, base, variants, effort: Effort, ranks: Ranks, outcomes, progress) -> None:
-    """Times all children in turns, `rounds` times over, then profiles each once: a profiler stays attached to its process."""
+    """Times all children in turns, `rounds` times over, then profiles each once: a profiler stays attached to its
+    process."""
     children = [child for child in (*base, *variants) if child.alive]
     turns: dict[str, int] = {}
     for child in children:

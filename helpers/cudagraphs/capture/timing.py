@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of step times: median and spread, speedup with its uncertainty, and the best that any graph could give.
 
-All times are milliseconds. A measurement is a list of rounds, one list of step times a round; in every round each variant is
-measured once, in turn, so that a drift of the machine touches all of them alike.
+All times are milliseconds. A measurement is a list of rounds, one list of step times a round; in every round each
+variant is measured once, in turn, so that a drift of the machine touches all of them alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from statistics import median
 
 Rounds = Sequence[Sequence[float]]
 
-# A change below this share is reported as neutral even where the interval is tighter: two runs of one binary differ as much.
+# A change below this share is reported as neutral even where the interval is tighter: two runs of one binary differ as
+# much.
 NEUTRAL_SHARE = 0.02
 
 
@@ -32,16 +33,19 @@ def summary(rounds: Rounds) -> dict:
     """`{"median", "p10", "p90", "steps", "rounds"}` over all steps of all rounds."""
     steps = [value for one in rounds for value in one]
     return {
-        "median": median(steps), "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9),
-        "steps": len(steps), "rounds": len(rounds),
+        "median": median(steps),
+        "p10": quantile(steps, 0.1),
+        "p90": quantile(steps, 0.9),
+        "steps": len(steps),
+        "rounds": len(rounds),
     }
 
 
 def speedup(eager: Rounds, graph: Rounds, seed: int = 0, draws: int = 2000) -> dict:
     """Median eager step over median graph step, with a 95% interval: `{"value", "low", "high"}`.
 
-    The interval comes from a bootstrap in two stages, rounds first and then steps within a round, so that a disturbance that
-    lasts a whole round counts once and not as many independent steps.
+    The interval comes from a bootstrap in two stages, rounds first and then steps within a round, so that a disturbance
+    that lasts a whole round counts once and not as many independent steps.
     """
     value = median([s for r in eager for s in r]) / median([s for r in graph for s in r])
     chance = random.Random(seed)
@@ -92,7 +96,11 @@ def bound(eager_ms: float, busy_ms: float, graph_ms: float | None = None) -> dic
     reached = None
     if graph_ms is not None and idle > 0:
         reached = (eager_ms - graph_ms) / idle
-    return {"busy_share": busy_ms / eager_ms, "best_speedup": eager_ms / busy_ms if busy_ms else None, "reached": reached}
+    return {
+        "busy_share": busy_ms / eager_ms,
+        "best_speedup": eager_ms / busy_ms if busy_ms else None,
+        "reached": reached,
+    }
 
 
 def steps_per_turn(step_ms: float, turn_ms: float = 250.0) -> int:

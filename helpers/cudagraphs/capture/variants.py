@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from cudagraphs import rules, versions
 from cudagraphs.settings import Known, Settings
 
-# Implementations a stack offers. megatron-core: TransformerConfig.cuda_graph_impl (0.18 and newer; `fields` writes older names).
-# transformer-engine and torch: make_graphed_callables of that package; torch also captures a whole iteration by hand.
+# Implementations a stack offers. megatron-core: TransformerConfig.cuda_graph_impl (0.18 and newer; `fields` writes
+# older names). transformer-engine and torch: make_graphed_callables of that package; torch also captures a whole
+# iteration by hand.
 IMPLS = {
     "megatron-core": ("none", "local", "transformer_engine", "full_iteration"),
     "transformer-engine": ("none", "make_graphed_callables"),
     "torch": ("none", "make_graphed_callables", "full_iteration"),
 }
-# Scopes that the stack's implementations know. An empty scope means the whole layer (or the whole iteration without optimizer).
+# Scopes that the stack's implementations know. An empty scope means the whole layer (or the whole iteration without
+# optimizer).
 MODULES = {
     "megatron-core": ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
     "transformer-engine": (),
@@ -68,13 +70,16 @@ def parse(text: str, stack: str) -> Variant:
 
 
 def candidates(stack: str, model: str, pattern: str | None = None) -> list[Variant]:
-    """Every variant worth a try for the model, legal or not, cheapest scope first. `pattern` is a hybrid's layer pattern."""
+    """Every variant worth a try for the model, legal or not, cheapest scope first. `pattern` is a hybrid's layer
+    pattern."""
     if stack == "transformer-engine":
         return [Variant("make_graphed_callables")]
     if stack == "torch":
         return [
-            Variant("make_graphed_callables", ("attn",)), Variant("make_graphed_callables"),
-            Variant("full_iteration"), Variant("full_iteration", ("optimizer",)),
+            Variant("make_graphed_callables", ("attn",)),
+            Variant("make_graphed_callables"),
+            Variant("full_iteration"),
+            Variant("full_iteration", ("optimizer",)),
         ]
     routed = ("moe_router", "moe_preprocess")
     scopes: dict[str, list[tuple[str, ...]]] = {
@@ -94,8 +99,8 @@ def candidates(stack: str, model: str, pattern: str | None = None) -> list[Varia
 def fields(variant: Variant, mcore_minor: int) -> dict:
     """The variant as TransformerConfig fields of megatron-core 0.`mcore_minor`.
 
-    0.18 has `cuda_graph_modules` and the implementation full_iteration; 0.16 and 0.17 have `cuda_graph_scope` as a list, with
-    full_iteration as a scope of local; 0.15 has one scope as a text.
+    0.18 has `cuda_graph_modules` and the implementation full_iteration; 0.16 and 0.17 have `cuda_graph_scope` as a
+    list, with full_iteration as a scope of local; 0.15 has one scope as a text.
     Source: megatron/core/transformer/transformer_config.py of 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
     """
     if variant.impl == "none":
@@ -120,19 +125,25 @@ def legal(setup: dict, variant: Variant, environment: Mapping[str, str]) -> dict
         return {"verdict": "legal", "codes": [], "titles": {}}
     found = setup["versions"]
     numbers = versions.resolve(
-        "megatron-core", mcore=found["megatron-core"], te=found["transformer-engine"], torch=found["torch"].split("+")[0]
+        "megatron-core",
+        mcore=found["megatron-core"],
+        te=found["transformer-engine"],
+        torch=found["torch"].split("+")[0],
     )
     values = setup["config"] | fields(variant, numbers.minor)
     # What the trainer of this stack always sets (stacks/megatron.py).
     values |= {
-        "rng.te_rng_tracker": True, "ddp.overlap_grad_reduce": setup["overlap_grad_reduce"], "ddp.check_for_nan_in_grad": False,
+        "rng.te_rng_tracker": True,
+        "ddp.overlap_grad_reduce": setup["overlap_grad_reduce"],
+        "ddp.check_for_nan_in_grad": False,
         "ddp.grad_reduce_in_fp32": True,
     }
     values |= {f"env.{name}": value for name, value in environment.items()}
     settings = Settings("megatron-core", numbers, {name: Known(value, None, "given") for name, value in values.items()})
     broken = [found for found in rules.check(settings) if found.severity in ("error", "runtime") and not found.needs]
     return {
-        "verdict": "illegal" if broken else "legal", "codes": sorted({found.code for found in broken}),
+        "verdict": "illegal" if broken else "legal",
+        "codes": sorted({found.code for found in broken}),
         "titles": {found.code: rules.REGISTRY[found.code].title for found in broken},
     }
 
@@ -144,7 +155,8 @@ def rules_for(message: str) -> tuple[str, ...]:
     """
     text = _plain(message)
     return tuple(
-        rule.code for rule in rules.REGISTRY
+        rule.code
+        for rule in rules.REGISTRY
         if any(_plain(fragment) in text for fragment in rule.upstream if len(fragment.split()) > 2)
     )
 

@@ -3,14 +3,17 @@
 
 A trainer is built as `Trainer(job)` from the plain job that `plan.job` makes, inside a process of its own, and has:
 
-- `step(batches, on_gradients=None, update=True) -> list[Tensor]`: one optimizer step over the microbatches. Returns the loss of
-  each microbatch (0-d float32, own storage). `on_gradients()` is called after the backward passes, before the update.
-- `evaluate(batches) -> list[Tensor]`: the same losses without gradients, in evaluation mode; back in training mode afterwards.
-- `capture()`: captures what the variant asks for; does nothing where `captures_in_step` says that a training step captures.
+- `step(batches, on_gradients=None, update=True) -> list[Tensor]`: one optimizer step over the microbatches. Returns the
+  loss of each microbatch (0-d float32, own storage). `on_gradients()` is called after the backward passes, before the
+  update.
+- `evaluate(batches) -> list[Tensor]`: the same losses without gradients, in evaluation mode; back in training mode
+  afterwards.
+- `capture()`: captures what the variant asks for; does nothing where `captures_in_step` says that a training step
+  captures.
 - `captures_in_step`: whether the first step after `warmup_steps` captures by itself.
 - `warmup_steps`: eager training steps before the capture.
-- `gradients()` and `parameters()`: iterators of (name, Tensor), gradients in the dtype they accumulate in, parameters in the
-  dtype the optimizer updates.
+- `gradients()` and `parameters()`: iterators of (name, Tensor), gradients in the dtype they accumulate in, parameters
+  in the dtype the optimizer updates.
 - `close()`: lets go of everything, after the graphs were deleted and before the process group goes.
 """
 
@@ -24,12 +27,21 @@ TRAINERS = {
     "torch": "cudagraphs.capture.stacks.plain",
 }
 # What every trainer process needs besides its stack; torch._dynamo is what the first optimizer of torch imports.
-_COMMON = ("torch", "torch._dynamo", "torch.profiler", "cudagraphs.capture.child", "cudagraphs.capture.digest",
-           "cudagraphs.capture.memory", "cudagraphs.capture.stacks.batches", "delete_graphs")
+_COMMON = (
+    "torch",
+    "torch._dynamo",
+    "torch.profiler",
+    "cudagraphs.capture.child",
+    "cudagraphs.capture.digest",
+    "cudagraphs.capture.memory",
+    "cudagraphs.capture.stacks.batches",
+    "delete_graphs",
+)
 
 
 def imports(stack: str) -> tuple[str, ...]:
-    """The modules of a stack, for the fork server to import once for all variants. None of them touches CUDA at import."""
+    """The modules of a stack, for the fork server to import once for all variants. None of them touches CUDA at
+    import."""
     return (*_COMMON, TRAINERS[stack])
 
 

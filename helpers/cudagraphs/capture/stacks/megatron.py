@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core models with Transformer Engine layers, DDP and Megatron's optimizer, captured by Megatron's own implementations.
+"""Megatron-Core models with Transformer Engine layers, DDP and Megatron's optimizer, captured by Megatron's own
+implementations.
 
-Written against megatron-core 0.19.2: transformer/cuda_graphs.py (TECudaGraphHelper, CudaGraphManager), full_cuda_graph.py
-(FullCudaGraphWrapper), pipeline_parallel/schedules.py, distributed/distributed_data_parallel.py, optimizer/__init__.py.
+Written against megatron-core 0.19.2: transformer/cuda_graphs.py (TECudaGraphHelper, CudaGraphManager),
+full_cuda_graph.py (FullCudaGraphWrapper), pipeline_parallel/schedules.py, distributed/distributed_data_parallel.py,
+optimizer/__init__.py.
 """
 
 from __future__ import annotations
@@ -47,24 +49,31 @@ class Trainer:
         self.impl = job["impl"]
         parallel = job["parallel"]
         parallel_state.initialize_model_parallel(
-            parallel["tensor"], parallel["pipeline"], expert_model_parallel_size=parallel["expert"],
+            parallel["tensor"],
+            parallel["pipeline"],
+            expert_model_parallel_size=parallel["expert"],
             create_gloo_process_groups=False,
         )
         replicas = parallel_state.get_data_parallel_world_size()
-        # The capture draws its number of microbatches from this calculator (TECudaGraphHelper._get_cuda_graph_input_data).
+        # The capture draws its number of microbatches from this calculator
+        # (TECudaGraphHelper._get_cuda_graph_input_data).
         init_num_microbatches_calculator(
-            job["rank"], None, self.shape["microbatch"] * self.shape["microbatches"] * replicas, self.shape["microbatch"],
+            job["rank"],
+            None,
+            self.shape["microbatch"] * self.shape["microbatches"] * replicas,
+            self.shape["microbatch"],
             replicas,
         )
         initialize_rng_tracker(use_te_rng_tracker=True)
         model_parallel_cuda_manual_seed(job["seed"])
         self.config = TransformerConfig(
-            **job["config"], **job["graph"], params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+            **job["config"], **job["graph"], params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16
         )
         self.model = self._wrapped(Float16Module(self.config, self._built().cuda(self.device)))
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(optimizer="adam", lr=1e-4, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0),
-            [self.model], use_gloo_process_groups=False,
+            [self.model],
+            use_gloo_process_groups=False,
         )
         self.config.finalize_model_grads_func = finalize_model_grads
         if self.model.ddp_config.overlap_grad_reduce:
@@ -84,8 +93,10 @@ class Trainer:
 
     def _built(self) -> nn.Module:
         stages = {
-            "pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage(),
-            "vocab_size": self.shape["vocabulary"], "max_sequence_length": self.shape["sequence"],
+            "pre_process": parallel_state.is_pipeline_first_stage(),
+            "post_process": parallel_state.is_pipeline_last_stage(),
+            "vocab_size": self.shape["vocabulary"],
+            "max_sequence_length": self.shape["sequence"],
             "position_embedding_type": "rope",
         }
         pattern = self.job.get("pattern")
@@ -95,12 +106,13 @@ class Trainer:
 
             return HybridModel(self.config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **stages)
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=self.config.num_moe_experts, moe_grouped_gemm=self.config.moe_grouped_gemm,
+            num_experts=self.config.num_moe_experts, moe_grouped_gemm=self.config.moe_grouped_gemm
         )
         return GPTModel(self.config, spec, **stages)
 
     def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
-        """DDP built on a side stream: built on the default stream, its gradient accumulators make a capture fail with 906."""
+        """DDP built on a side stream: built on the default stream, its gradient accumulators make a capture fail with
+        906."""
         side = torch.cuda.Stream()
         if self.impl == "full_iteration":
             try:
@@ -116,15 +128,21 @@ class Trainer:
         side.wait_stream(current)
         with torch.cuda.stream(side):
             wrapped = DistributedDataParallel(
-                self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap), module,
+                self.config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap),
+                module,
             )
         current.wait_stream(side)
         return wrapped
 
     def _run(self, batches, forward_only: bool) -> list[torch.Tensor]:
         results = self._schedule(
-            forward_step_func=_forward_step, data_iterator=iter(batches), model=[self.model],
-            num_microbatches=len(batches), seq_length=self.shape["sequence"], micro_batch_size=self.shape["microbatch"],
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=self.shape["sequence"],
+            micro_batch_size=self.shape["microbatch"],
             forward_only=forward_only,
         )
         return [result["loss"].clone() for result in results]
@@ -152,8 +170,11 @@ class Trainer:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         self._helper = TECudaGraphHelper(
-            model=[self.model], config=self.config, seq_length=self.shape["sequence"],
-            micro_batch_size=self.shape["microbatch"], optimizers=[self.optimizer],
+            model=[self.model],
+            config=self.config,
+            seq_length=self.shape["sequence"],
+            micro_batch_size=self.shape["microbatch"],
+            optimizers=[self.optimizer],
         )
         self._helper.create_cudagraphs()
         if self.model.use_forward_hook:

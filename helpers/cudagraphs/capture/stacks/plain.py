@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain PyTorch decoder, so that a smoke run works where neither Megatron-Core nor Transformer Engine is installed.
 
-On a CPU it runs dry: `_DryGraph` stands in for a CUDA graph and keeps the one property that breaks trainings, the static
-buffers that each replay overwrites. That makes parity testable without a GPU.
+On a CPU it runs dry: `_DryGraph` stands in for a CUDA graph and keeps the one property that breaks trainings, the
+static buffers that each replay overwrites. That makes parity testable without a GPU.
 """
 
 from __future__ import annotations
@@ -79,19 +79,20 @@ class Decoder(nn.Module):
 
 
 class _DryGraph:
-    """A graph's contract without a GPU: the function runs anew at each replay, on static inputs, into the same outputs."""
+    """A graph's contract without a GPU: the function runs anew at each replay, on static inputs, into the same
+    outputs."""
 
     def __init__(self, function: Callable[[], None]):
         self.replay = function
 
 
-
 class Trainer:
-    """See `stacks`. The optimizer is AdamW; gradients accumulate in `.grad`, which is kept allocated (`set_to_none=False`).
+    """See `stacks`. The optimizer is AdamW; gradients accumulate in `.grad`, which is kept allocated
+    (`set_to_none=False`).
 
-    make_graphed_callables of torch returns its static gradient buffers; where `.grad` is None the first microbatch's gradient
-    becomes that buffer and the second replay overwrites it (pytorch/pytorch issue 181723). Keeping `.grad` makes each
-    microbatch add to it instead. The drill `static-grads` takes that care away.
+    make_graphed_callables of torch returns its static gradient buffers; where `.grad` is None the first microbatch's
+    gradient becomes that buffer and the second replay overwrites it (pytorch/pytorch issue 181723). Keeping `.grad`
+    makes each microbatch add to it instead. The drill `static-grads` takes that care away.
     """
 
     def __init__(self, job: dict):
@@ -105,7 +106,8 @@ class Trainer:
         self._in_graph = self._whole and "optimizer" in self.modules
         on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=torch.tensor(1e-4, device=self.device) if self._in_graph and on_gpu else 1e-4,
+            self.model.parameters(),
+            lr=torch.tensor(1e-4, device=self.device) if self._in_graph and on_gpu else 1e-4,
             capturable=self._in_graph and on_gpu,
         )
         self.warmup_steps = WARMUP
@@ -149,8 +151,8 @@ class Trainer:
             losses = [loss.clone() for loss in self._losses]
         else:
             self._zero()
-            # Warmup before a capture of the backward pass belongs on the capture stream, so that the gradient accumulators
-            # are bound to it (torch.cuda.graph, "whole-network capture").
+            # Warmup before a capture of the backward pass belongs on the capture stream, so that the gradient
+            # accumulators are bound to it (torch.cuda.graph, "whole-network capture").
             with self._side() if self._whole else nullcontext():
                 losses = self._accumulate(batches)
         if not (self._in_graph and self._graphs):

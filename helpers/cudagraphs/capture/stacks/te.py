@@ -16,13 +16,16 @@ from transformer_engine.common import recipe as recipes
 from cudagraphs.capture.stacks import plain
 
 RECIPES = {
-    "delayed": recipes.DelayedScaling, "tensorwise": recipes.Float8CurrentScaling,
-    "blockwise": recipes.Float8BlockScaling, "mxfp8": recipes.MXFP8BlockScaling,
+    "delayed": recipes.DelayedScaling,
+    "tensorwise": recipes.Float8CurrentScaling,
+    "blockwise": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
 }
 
 
 class Decoder(nn.Module):
-    """Tokens int64 [batch, sequence] in, logits [sequence, batch, vocabulary] out; layers see [sequence, batch, hidden]."""
+    """Tokens int64 [batch, sequence] in, logits [sequence, batch, vocabulary] out; layers see [sequence, batch,
+    hidden]."""
 
     def __init__(self, shape: dict, dropout: float, autocast):
         super().__init__()
@@ -31,9 +34,16 @@ class Decoder(nn.Module):
         self.position_embedding = nn.Embedding(shape["sequence"], shape["hidden"])
         self.layers = nn.ModuleList(
             te.TransformerLayer(
-                shape["hidden"], shape["ffn"], shape["heads"], num_gqa_groups=shape["kv_heads"], layer_number=index + 1,
-                hidden_dropout=dropout, attention_dropout=dropout, self_attn_mask_type="causal",
-                params_dtype=torch.bfloat16, fuse_qkv_params=True,
+                shape["hidden"],
+                shape["ffn"],
+                shape["heads"],
+                num_gqa_groups=shape["kv_heads"],
+                layer_number=index + 1,
+                hidden_dropout=dropout,
+                attention_dropout=dropout,
+                self_attn_mask_type="causal",
+                params_dtype=torch.bfloat16,
+                fuse_qkv_params=True,
             )
             for index in range(shape["layers"])
         )
@@ -69,7 +79,7 @@ class Trainer(plain.Trainer):
             (torch.randn(size, dtype=torch.bfloat16, device=self.device, requires_grad=True),) for _ in layers
         )
         te.make_graphed_callables(
-            layers, samples, num_warmup_iters=plain.WARMUP, enabled=self.recipe is not None, recipe=self.recipe,
+            layers, samples, num_warmup_iters=plain.WARMUP, enabled=self.recipe is not None, recipe=self.recipe
         )
 
     def block(self) -> nn.Module:
