@@ -183,6 +183,8 @@ def _give_accumulators(planned: list[Planned]) -> None:
         trainable = [parameter for parameter, alias in zip(body.parameters, body.aliases) if alias.requires_grad]
         reached = item.analysis.reaches[len(item.analysis.reaches) - len(trainable):]
         receivers = [parameter for parameter, outputs in zip(trainable, reached) if outputs]
+        if not receivers:
+            continue
         members = item.chain or ()
         inside = {id(body), *(id(member.planned.variant.body) for member in members)}
         if len({id(parameter) for parameter in receivers}) < len(receivers) or any(
