@@ -54,7 +54,7 @@ def answers(job):
             "busy_ms": 2.0,
             "kernel_ms": 2.0,
             "kernels": 10,
-            "timeline": [[0.0, 1.0], [1.5, 2.0]],
+            "activity": {"span_ms": 10.0, "busy": [1.0, 0.5]},
         },
         "time": {"steps_ms": [job.get("step_ms", 10.0)] * 4, "wall_ms": 40.0},
         "close": {

@@ -34,7 +34,7 @@ def outcome(name, step_ms=10.0, loss=1.0, graphs=4, **more):
         capture_s=0.5,
         replays=[graphs] * 3,
         memory={"peak": {"reserved": 10 * 2**20}},
-        profile={"graph_launches": graphs, "busy_ms": 4.0, "kernel_ms": 4.0, "kernels": 9, "timeline": [[0, 1]]},
+        profile={"graph_launches": graphs, "busy_ms": 4.0, "kernel_ms": 4.0, "kernels": 9, "activity": {"span_ms": 10.0, "busy": [1.0, 0.2, 0.4]}},
         rounds_ms=[[step_ms] * 4] * 3,
         wall_ms=[40.0],
         cleanup=cleanup,

@@ -57,6 +57,14 @@ def test_overlapping_kernels_count_once():
     assert timing.merged([(3, 4), (0, 2), (1, 2.5), (4, 5)]) == [(0, 2.5), (3, 5)]
 
 
+def test_bins_share_an_interval_by_its_length():
+    assert timing.binned([(0.5, 2.5), (3.75, 4.0)], 0.0, 4.0, 4) == pytest.approx([0.5, 1.0, 0.5, 0.25])
+    assert timing.binned([(-1.0, 9.0)], 0.0, 4.0, 3) == pytest.approx([1.0] * 3)
+    busy = timing.merged([(random.Random(n).uniform(0, 9), random.Random(n).uniform(0, 10)) for n in range(5)])
+    busy = [(low, high) for low, high in busy if low < high]
+    assert sum(timing.binned(busy, 0.0, 10.0, 7)) * 10 / 7 == pytest.approx(sum(high - low for low, high in busy))
+
+
 def test_no_graph_gains_more_than_the_idle_time():
     bound = timing.bound(eager_ms=100, busy_ms=25, graph_ms=40)
     assert bound == {"busy_share": 0.25, "best_speedup": 4.0, "reached": pytest.approx(0.8)}

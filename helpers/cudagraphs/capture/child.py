@@ -22,6 +22,7 @@ from contextlib import contextmanager
 # Steps after the capture, and where the evaluation sits among them. Five evaluations: a full-iteration wrapper captures
 # its validation graph at the fourth and replays it at the fifth.
 EVALUATIONS = 5
+ACTIVITY_BINS = 200
 
 
 class Worker:
@@ -317,15 +318,15 @@ class _Counter:
 def _profiled(worker: Worker, steps: int) -> dict:
     """What the GPU did in `steps` steps, from the profiler's device events, per step and in milliseconds.
 
-    `kernel_ms` sums the kernels, `busy_ms` joins those that overlap on several streams. `timeline` is the last step's
-    busy intervals as (start, end) from its first kernel. The profiler stretches the host's part of a step, so the idle
-    time between kernels is too long here; only kernel times are used for verdicts.
+    `kernel_ms` sums the kernels, `busy_ms` joins those that overlap on several streams. `activity` is the last step in
+    `ACTIVITY_BINS` equal parts: `span_ms`, and of each part the share in which a kernel ran. The profiler stretches the
+    host's part of a step, so the idle time between kernels is too long there; only kernel times are used for verdicts.
     """
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    from cudagraphs.capture.timing import merged
+    from cudagraphs.capture.timing import binned, merged
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
@@ -348,9 +349,7 @@ def _profiled(worker: Worker, steps: int) -> dict:
     begin = busy[0][0] if busy else 0.0
     span = (busy[-1][1] - begin) if busy else 0.0
     last = begin + span * (steps - 1) / steps
-    # Gaps too short to see in a picture are closed, so that a result file stays small.
-    shown = merged([(s - last, e - last + span / steps / 1000) for s, e in busy if s >= last])
-    timeline = [(round(s, 3), round(e, 3)) for s, e in shown]
+    shares = binned(busy, last, begin + span, ACTIVITY_BINS) if busy else []
     return {
         "steps": steps,
         "kernels": len(work) / steps,
@@ -358,7 +357,7 @@ def _profiled(worker: Worker, steps: int) -> dict:
         "graph_launches": launches / steps,
         "kernel_ms": sum(e - s for s, e in work) / steps,
         "busy_ms": sum(e - s for s, e in busy) / steps,
-        "timeline": timeline,
+        "activity": {"span_ms": round(span / steps, 3), "busy": [round(share, 3) for share in shares]},
     }
 
 

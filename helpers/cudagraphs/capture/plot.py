@@ -16,11 +16,11 @@ def draw(result: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     timed = [out for out in result["variants"] if out["timing"]]
-    traced = [out for out in timed if out["profile"] and out["profile"].get("timeline")]
+    traced = [out for out in timed if out["profile"] and out["profile"].get("activity")]
     figure = Figure(figsize=(9, 1.6 + 0.45 * (len(timed) + len(traced))), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=[max(len(timed), 1), max(len(traced), 1)])
     _step_times(upper, timed)
-    _timelines(lower, traced)
+    _activity(lower, traced)
     shape = result["shape"]
     figure.suptitle(
         f"{result['stack']} {result['model']} {result['precision']}, {shape['layers']} layers, "
@@ -49,10 +49,15 @@ def _step_times(axes, timed: list[dict]) -> None:
     axes.set_xlabel("step time, ms: median, 10th to 90th percentile; black mark: time in which the GPU was busy")
 
 
-def _timelines(axes, traced: list[dict]) -> None:
+def _activity(axes, traced: list[dict]) -> None:
+    """One band a variant, as high at each moment as the share of it in which a kernel ran."""
     for row, out in enumerate(traced):
-        spans = [(start, end - start) for start, end in out["profile"]["timeline"]]
-        axes.broken_barh(spans, (row - 0.35, 0.7), color=_colour(out))
+        activity = out["profile"]["activity"]
+        width = activity["span_ms"] / len(activity["busy"])
+        edges = [at * width for at in range(len(activity["busy"]) + 1)]
+        tops = [row + 0.4 - 0.8 * share for share in activity["busy"]]
+        axes.stairs(tops, edges, baseline=row + 0.4, fill=True, color=_colour(out))
+        axes.hlines(row + 0.4, 0, activity["span_ms"], color="black", linewidth=0.5)
     axes.set_yticks(range(len(traced)), [out["name"] for out in traced])
-    axes.invert_yaxis()
-    axes.set_xlabel("one step under the profiler, ms: GPU busy (the profiler widens the gaps between kernels)")
+    axes.set_ylim(len(traced) - 0.5, -0.5)
+    axes.set_xlabel("one step under the profiler, ms; height: share of the time in which the GPU was busy")

@@ -84,6 +84,20 @@ def merged(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     return [(start, end) for start, end in out]
 
 
+def binned(busy: Sequence[tuple[float, float]], start: float, end: float, bins: int) -> list[float]:
+    """The share of each of `bins` equal parts of start to end that lies inside the disjoint `busy` intervals."""
+    width = (end - start) / bins
+    shares = [0.0] * bins
+    for low, high in busy:
+        low, high = max(low, start), min(high, end)
+        at = int((low - start) / width)
+        while low < high and at < bins:
+            stop = min(high, start + (at + 1) * width)
+            shares[at] += max(stop - low, 0.0) / width
+            low, at = stop, at + 1
+    return [min(share, 1.0) for share in shares]
+
+
 def bound(eager_ms: float, busy_ms: float, graph_ms: float | None = None) -> dict:
     """What any graph could gain from the eager step: `{"busy_share", "best_speedup", "reached"}`.
 
