@@ -67,6 +67,28 @@ MIXED_PRECISION_FIELDS = {
     "fp8_multi_head_attention": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param_gather": False, "fp16": False, "bf16": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False, "grad_reduce_in_fp32": True,
 }  # fmt: skip
+# What the registered names stand for where Bridge's source is not at hand, as far as it differs from the defaults above.
+# Source: megatron/bridge/training/mixed_precision.py, 0.6.2.
+_FP8 = {"fp8": "hybrid", "fp8_param_gather": True}
+_MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+_NVFP4 = {"bf16": True, "fp4": "e2m1", "fp4_param_gather": True}
+NAMED_PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16_mixed": {"bf16": True},
+    "fp16_mixed": {"fp16": True},
+    "bf16_with_fp8_delayed_scaling_mixed": {"bf16": True, **_FP8, "fp8_recipe": "delayed"},
+    "fp16_with_fp8_delayed_scaling_mixed": {"fp16": True, **_FP8, "fp8_recipe": "delayed"},
+    "bf16_with_mxfp8_mixed": {"bf16": True, **_MXFP8},
+    "fp16_with_mxfp8_mixed": {"fp16": True, **_MXFP8},
+    "bf16_with_fp8_current_scaling_mixed": {"bf16": True, **_FP8},
+    "fp16_with_fp8_current_scaling_mixed": {"fp16": True, **_FP8},
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": {"bf16": True, **_FP8},
+    "nanov2_bf16_with_fp8_current_scaling_mixed": {"bf16": True, **_FP8, "fp8_recipe": "blockwise"},
+    "bf16_with_fp8_subchannel_scaling_mixed": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "fp16_with_fp8_subchannel_scaling_mixed": {"fp16": True, "fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "bf16_with_nvfp4_mixed": _NVFP4,
+    "nemotron_3_super_bf16_with_nvfp4_mixed": _NVFP4,
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": _NVFP4,
+}
 # Transformer configurations of megatron-core itself: what is not set holds the default of the release.
 CORE_CONFIGS = frozenset({"TransformerConfig", "MLATransformerConfig", "CoreTransformerConfig"})
 # Providers that are known without their source: TransformerConfig's defaults but for these (`...` is decided at run time).
@@ -458,7 +480,12 @@ def mixed_precision(interpreter: Interpreter, value: Any) -> Any:
     frame = interpreter.frames[0]
     factory = interpreter.imported("megatron.bridge.training.mixed_precision", value.replace("-", "_"), frame.module)
     if isinstance(factory, External):
-        return UnknownValue(f"the source of the mixed precision {value!r} was not found")
+        known = NAMED_PRECISIONS.get(value.replace("-", "_"))
+        if known is None:
+            return UnknownValue(f"the source of the mixed precision {value!r} was not found")
+        precision = interpreter.new_object("MixedPrecisionConfig")
+        precision.slots.update({field: Slot(setting) for field, setting in known.items()})
+        return precision
     name = ast.Name(value, lineno=1, col_offset=0)
     return interpreter.call(factory, [], {}, Call(ast.Call(name, [], [], lineno=1, col_offset=0), frame, {}))
 
