@@ -18,7 +18,6 @@ ATTN = {
     "backend.attn": "te",
     "backend.linear": "torch",
     "backend.rms_norm": "torch",
-    "backend.rope_fusion": False,
 }
 DPA = {MODULES: ["te_dpa"], "backend.attn": "te"}
 ROUTER = {MODULES: ["moe_router"]}
@@ -113,11 +112,9 @@ RULES = (
         code="CG606",
         title="Whole-attention capture with other than plain PyTorch layers",
         when=lambda f, v: "attn" in modules(f)
-        and (f["backend.linear"] != "torch" or f["backend.rms_norm"] != "torch" or bool(f["backend.rope_fusion"])),
-        message="attn is captured with backend.linear={backend.linear}, backend.rms_norm={backend.rms_norm} and "
-        "backend.rope_fusion={backend.rope_fusion}",
-        mend="use te_dpa instead; or set backend.linear: torch, backend.rms_norm: torch (the default is torch_fp32) and "
-        "backend.rope_fusion: false",
+        and (f["backend.linear"] != "torch" or f["backend.rms_norm"] != "torch"),
+        message="attn is captured with backend.linear={backend.linear} and backend.rms_norm={backend.rms_norm}",
+        mend="use te_dpa instead; or set backend.linear: torch and backend.rms_norm: torch (the default is torch_fp32)",
         fix=lambda f, v: {MODULES: ["te_dpa" if name == "attn" else name for name in modules(f)]},
         why="The whole attention is called with its parameters as arguments, so that sharded parameters may move; only the plain "
         "modules can be called that way.",
@@ -125,12 +122,10 @@ RULES = (
         upstream=(
             "'attn' in cuda_graph.modules currently requires linear='torch'",
             "'attn' in cuda_graph.modules currently requires rms_norm='torch'",
-            "'attn' in cuda_graph.modules currently requires rope_fusion=False",
         ),
         bad=(
             Example({**ATTN, "backend.rms_norm": "torch_fp32"}, NEW),
             Example({**ATTN, "backend.linear": "te"}, NEW),
-            Example({**ATTN, "backend.rope_fusion": True}, NEW),
         ),
         good=(Example(ATTN, NEW), Example({**DPA, "backend.linear": "te"}, NEW)),
     ),
@@ -228,6 +223,25 @@ RULES = (
         source="nemo_automodel/components/cuda_graphs/partial.py _select_graph_targets",
         upstream=("cannot capture repeated-layer MTP", "selected a shared physical target more than once"),
         bad=(Example({**DPA, "automodel.repeated_mtp_layer": True}, NEW),),
+        good=(Example(DPA, NEW),),
+    ),
+    _rule(
+        code="CG614",
+        title="A graph block that AutoModel does not read",
+        when=lambda f, v: any(name.startswith("backend.cuda_graph.") and name != MODULES for name in f)
+        or ("backend.cuda_graph" in f and not isinstance(f["backend.cuda_graph"], dict)),
+        message="backend.cuda_graph is not a block with modules alone",
+        mend="write a block with the one key modules; an empty list turns graphs off",
+        why="The block is built with its keys as arguments, and modules is the only one; anything but a block is refused.",
+        source="nemo_automodel/components/models/common/utils.py CudaGraphConfig",
+        upstream=(
+            "CudaGraphConfig.__init__() got an unexpected keyword argument",
+            "cuda_graph must be a CudaGraphConfig or mapping",
+        ),
+        bad=(
+            Example({"backend.cuda_graph.module": ["te_dpa"], "backend.attn": "te"}, NEW),
+            Example({"backend.cuda_graph": "attn"}, NEW),
+        ),
         good=(Example(DPA, NEW),),
     ),
 )

@@ -118,7 +118,6 @@ BY_FRAMEWORK: dict[str, dict[str, Any]] = {
         "backend.attn": "te",
         "backend.linear": "te",
         "backend.rms_norm": "torch_fp32",
-        "backend.rope_fusion": True,
         "backend.fake_balanced_gate": False,
         "backend.te_fp8.recipe.fp8_dpa": False,
         "distributed.pp_size": 1,

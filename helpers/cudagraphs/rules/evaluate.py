@@ -81,6 +81,10 @@ class Reader(Mapping[str, Any]):
         known = str(checkpoint.value).lower() if isinstance(checkpoint, Known) else ""
         return not (name.startswith("recompute") and defaults.RECOMPUTES_BY_CLASS in known)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether the run names the fact; its default does not count."""
+        return name in self.settings.facts
+
     def __iter__(self):
         return iter(self.settings.facts)
 
