@@ -412,7 +412,8 @@ class _Writer:
         stop = text.find("\n", position)
         stop = len(text) if stop < 0 else stop
         indent, tail = text[line:start], text[position:stop].rstrip("\r")
-        if indent.strip() or not re.fullmatch(r"\s*(\\|#.*)?", tail):
+        one_line = self.recipe.listed and "\n" not in text.strip()
+        if one_line or indent.strip() or not re.fullmatch(r"\s*(\\|#.*)?", tail):
             return [Splice(position, position, "".join(f" {entry}" for entry in entries))]
         if tail.strip() == "\\":
             lines = "".join(f"{indent}{entry}{tail}{self.newline}" for entry in entries)

@@ -499,13 +499,24 @@ class Interpreter:
         if isinstance(node, ast.Attribute):
             owner = self._assigned_to(node.value, "instance", frame)
             value = self.attribute(owner, node.attr)
-            if isinstance(value, UnknownValue) and isinstance(owner, Object) and owner.kind == "instance":
-                value = self.new_object("", kind, open_reason=value.reason)
-                owner.slots[node.attr] = Slot(value)
+            opened = self._opened(value, kind)
+            if opened is not value and isinstance(owner, Object) and owner.kind == "instance":
+                owner.slots[node.attr] = Slot(opened)
+                return opened
             return value
         value = self.evaluate(node, frame)
-        if isinstance(node, ast.Name) and isinstance(value, UnknownValue) and node.id in frame.locals:
-            value = frame.locals[node.id] = self.new_object("", kind, open_reason=value.reason)
+        if isinstance(node, ast.Name) and node.id in frame.locals:
+            value = frame.locals[node.id] = self._opened(value, kind)
+        return value
+
+    def _opened(self, value: Any, kind: str) -> Any:
+        """The value with an object of which nothing is known in place of each side that is not known."""
+        if isinstance(value, UnknownValue):
+            return self.new_object("", kind, open_reason=value.reason)
+        if isinstance(value, ChoiceValue):
+            if_true, if_false = self._opened(value.if_true, kind), self._opened(value.if_false, kind)
+            if if_true is not value.if_true or if_false is not value.if_false:
+                return ChoiceValue(value.branch, if_true, if_false)
         return value
 
     def set_attribute(self, owner: Any, name: str, value: Any, site: Site | None) -> None:

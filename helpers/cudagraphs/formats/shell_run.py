@@ -24,6 +24,8 @@ MAX_DEPTH = 12  # nested functions and sourced files
 MAX_SIDES = 4  # branches that one word may depend on
 # Commands whose here-document is itself a script.
 SHELLS = frozenset({"sbatch", "bash", "sh", "srun", "ssh", "cat", "tee", "qsub", "salloc"})
+# Words in front of a command that leave it as it is.
+PREFIXES = frozenset({"eval", "exec", "command", "time", "nohup"})
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class Run:
     def _command(self, node: Command, document: Document, state: State) -> State:
         expanded = [(self._fields(part.parts, document, state), part) for part in node.words]
         words = [word for items, part in expanded for word in self._made(items, part, document)]
+        while len(words) > 1 and words[0].text in PREFIXES:
+            words = words[1:]
         name = words[0].text if words else None
         declares = name in ("export", "declare", "local", "readonly", "typeset")
         if not node.words or declares:
