@@ -14,7 +14,7 @@ while queue:
     if path[-1] == "eve":
         print(" -> ".join(path))
         break
-    for friend in sorted(edges[path[-1]]):
+    for friend in sorted(edges[path[-1]], reverse=True):
         if friend not in seen:
             seen.add(friend)
             queue.append([*path, friend])
