@@ -192,7 +192,11 @@ def _recipe(args: argparse.Namespace, world: int, limit_bytes: int):
         asked = read.values.get(f"{field}_model_parallel_size") or 1
         if asked != size:
             changes.append(f"{field}_model_parallel_size {asked} -> {size} (--{field[0]}p sets it)")
-    return plan.model_of(read.values), scaled, notes + changes + read.notes, read.variant, read.config
+    config = dict(read.config)
+    if (config.get("recompute_num_layers") or 0) > scaled.layers:
+        changes.append(f"recompute_num_layers {config['recompute_num_layers']} -> {scaled.layers}")
+        config["recompute_num_layers"] = scaled.layers
+    return plan.model_of(read.values), scaled, notes + changes + read.notes, read.variant, config
 
 
 def _setup(

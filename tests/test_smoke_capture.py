@@ -203,6 +203,29 @@ def test_a_variant_asked_for_by_name_runs_whatever_the_rules_say():
     assert "transformer_engine:moe" in jobs and skipped == {}
 
 
+def test_a_recipe_is_scaled_down_and_its_own_variant_runs(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        """
+from megatron.core.transformer import TransformerConfig
+
+def pretrain():
+    return TransformerConfig(
+        num_layers=32, hidden_size=4096, num_attention_heads=32, ffn_hidden_size=14336, tensor_model_parallel_size=4,
+        cuda_graph_impl="full_iteration", cuda_graph_modules=[], recompute_granularity="full",
+        recompute_method="uniform", recompute_num_layers=16,
+    )
+"""
+    )
+    args = smoke_capture._arguments().parse_args(["--recipe", str(path)])
+    found = {"torch": "2.11.0", "transformer-engine": "2.20.2", "megatron-core": "0.19.2"}
+    setup, rules, chosen = smoke_capture._setup(args, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37})
+    assert [variant.name for variant in chosen] == ["full_iteration"] and rules["full_iteration"]["verdict"] == "legal"
+    assert setup["config"]["num_layers"] == 8 and setup["config"]["recompute_num_layers"] == 8
+    for change in ("layers 32 -> 8", "recompute_num_layers 16 -> 8", "tensor_model_parallel_size 4 -> 1 (--tp sets it)"):
+        assert change in setup["changes"]
+
+
 def test_a_job_carries_upstreams_fields_and_is_plain_data():
     jobs, _ = planned("--variant", "local", "--seed", "7", model="dense")
     job = json.loads(json.dumps(jobs["local"]))

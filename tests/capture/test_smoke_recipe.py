@@ -45,6 +45,14 @@ def test_a_mixture_of_experts_keeps_its_experts_and_tells_what_it_cannot_use(tmp
     assert any("flex -> alltoall" in note for note in out.notes)
 
 
+def test_what_cannot_be_compared_or_built_is_told(tmp_path):
+    text = PLAIN.replace("num_layers=32,", "num_layers=32, hidden_dropout=0.1, multi_latent_attention=True,")
+    out = read(tmp_path, text)
+    assert "hidden_dropout" not in out.config
+    assert any("hidden_dropout 0.1 -> 0" in note for note in out.notes)
+    assert any("multi_latent_attention" in note for note in out.notes)
+
+
 def test_graphs_that_are_off_leave_the_choice_to_the_sweep(tmp_path):
     out = read(tmp_path, PLAIN.replace('"transformer_engine"', '"none"').replace('["mlp", "attn"]', "[]"))
     assert out.variant is None and any("graphs are off" in note for note in out.notes)

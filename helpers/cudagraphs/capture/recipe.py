@@ -36,8 +36,6 @@ PASSED_ON = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_router_topk",
-    "attention_dropout",
-    "hidden_dropout",
     "kv_channels",
 )
 _SHAPE = (
@@ -105,6 +103,13 @@ def from_settings(settings: Settings) -> Read:
     values = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
     config = {name: known[name] for name in PASSED_ON if known.get(name) is not None}
     notes = []
+    for name in ("attention_dropout", "hidden_dropout"):
+        if known.get(name):
+            notes.append(f"{name} {known[name]} -> 0 (losses can only be compared without; --dropout adds a check of its own)")
+    if known.get("multi_latent_attention"):
+        notes.append("multi_latent_attention True -> False (this tool builds plain attention)")
+    if known.get("moe_layer_freq") not in (None, 1):
+        notes.append(f"moe_layer_freq {known['moe_layer_freq']} -> 1 (every layer is a mixture of experts here)")
     dispatcher = known.get("moe_token_dispatcher_type")
     if dispatcher not in (None, "alltoall", "allgather"):
         notes.append(f"moe_token_dispatcher_type {dispatcher} -> alltoall (needs packages of its own)")

@@ -106,7 +106,9 @@ class Trainer:
 
             return HybridModel(self.config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **stages)
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=self.config.num_moe_experts, moe_grouped_gemm=self.config.moe_grouped_gemm
+            num_experts=self.config.num_moe_experts,
+            moe_grouped_gemm=self.config.moe_grouped_gemm,
+            qk_layernorm=self.config.qk_layernorm,
         )
         return GPTModel(self.config, spec, **stages)
 
