@@ -13,7 +13,9 @@ def judged(*requests, mcore="0.19", te=None):
 
 
 def test_a_line_in_is_a_line_out_in_order():
-    results = judged({"id": "a", "fields": {}}, {"id": 7, "fields": {"cuda_graph_impl": "te"}}, {"fields": {"nonsense": 1}})
+    results = judged(
+        {"id": "a", "fields": {}}, {"id": 7, "fields": {"cuda_graph_impl": "te"}}, {"fields": {"nonsense": 1}}
+    )
     assert [result["id"] for result in results] == ["a", 7, None]
     assert [result["verdict"] for result in results] == ["accepted", "rejected", "rejected"]
     assert [result["codes"] for result in results] == [[], ["CG012"], ["CG016"]]
@@ -22,7 +24,10 @@ def test_a_line_in_is_a_line_out_in_order():
 
 def test_a_line_may_name_its_own_version():
     full = {"cuda_graph_impl": "full_iteration"}
-    assert [r["verdict"] for r in judged({"fields": full}, {"version": "0.17", "fields": full})] == ["accepted", "rejected"]
+    assert [r["verdict"] for r in judged({"fields": full}, {"version": "0.17", "fields": full})] == [
+        "accepted",
+        "rejected",
+    ]
 
 
 def test_transformer_engine_is_absent_old_or_new():
@@ -31,7 +36,12 @@ def test_transformer_engine_is_absent_old_or_new():
         "cuda_graph_modules": ["attn"],
         "delay_wgrad_compute": True,
     }
-    requests = ({"fields": fields}, {"te": "2.9", "fields": fields}, {"te": "2.10", "fields": fields}, {"te": None, "fields": fields})
+    requests = (
+        {"fields": fields},
+        {"te": "2.9", "fields": fields},
+        {"te": "2.10", "fields": fields},
+        {"te": None, "fields": fields},
+    )
     assert [r["codes"] for r in judged(*requests, te="2.14")] == [[], ["CG302"], [], ["CG302"]]
     assert [r["codes"] for r in judged({"fields": fields}, te="none")] == [["CG302"]]
 
@@ -47,7 +57,7 @@ def test_enum_members_travel_as_tagged_objects():
 
 
 def test_empty_lines_and_a_byte_order_mark_are_skipped():
-    assert len(list(batch.run(["\n", "\ufeff{\"fields\": {}}\n", "  \n"], "0.19"))) == 1
+    assert len(list(batch.run(["\n", '\ufeff{"fields": {}}\n', "  \n"], "0.19"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -58,7 +68,10 @@ def test_empty_lines_and_a_byte_order_mark_are_skipped():
         ('{"id": 1}', "line 2: no 'fields'"),
         ('{"fields": 3}', 'line 2: "fields" is not an object'),
         ('{"fields": {}, "version": "new"}', "line 2: 'new' is not a version"),
-        ('{"fields": {"num_moe_experts": "many", "cuda_graph_impl": "local", "cuda_graph_modules": ["moe"]}}', "line 2: "),
+        (
+            '{"fields": {"num_moe_experts": "many", "cuda_graph_impl": "local", "cuda_graph_modules": ["moe"]}}',
+            "line 2: ",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_judged_is_named(line, complaint):

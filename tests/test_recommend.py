@@ -14,7 +14,9 @@ NEW = {"mcore": "0.19.2", "bridge": "0.6.2", "te": "2.14", "torch": "2.11"}
 def run(facts=(), framework="megatron-bridge", complete=True, **given):
     resolved = versions.resolve(framework, **{**versions.NEWEST, **NEW, **given})
     known = {"model.has_mamba": False, **dict(facts)} if complete else dict(facts)
-    facts = {name: value if isinstance(value, (Known, Unknown, Choice)) else Known(value) for name, value in known.items()}
+    facts = {
+        name: value if isinstance(value, (Known, Unknown, Choice)) else Known(value) for name, value in known.items()
+    }
     return Settings(framework, resolved, facts, complete=complete)
 
 

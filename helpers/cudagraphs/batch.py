@@ -40,7 +40,7 @@ def run(lines: Iterable[str], mcore: str, te: str | None = None) -> Iterator[str
             request = decode(line.strip().lstrip("\ufeff"))
             fields = request["fields"]
             if not isinstance(fields, dict):
-                raise TypeError("\"fields\" is not an object")
+                raise TypeError('"fields" is not an object')
             result = verdict(fields, request.get("version") or mcore, request.get("te", default_te))
         except json.JSONDecodeError as error:
             raise BatchError(f"line {number}: not JSON ({error.msg} at column {error.colno})") from None

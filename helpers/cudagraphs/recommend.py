@@ -90,14 +90,18 @@ def recommend(
         overrides, blocking, notes = task.complete(kind, modules)
         if not blocking:
             reasons += task.explain(kind, modules, preset, objections)
-            return _split(settings, Recommendation(kind, modules, overrides, {}, reasons + notes, task.next_steps(kind, modules)))
+            return _split(
+                settings, Recommendation(kind, modules, overrides, {}, reasons + notes, task.next_steps(kind, modules))
+            )
         objections += [
             line for line in (f"{_name(kind, modules)}: {finding.message} ({finding.code})" for finding in blocking)
             if line not in objections
         ]  # fmt: skip
     why = "; ".join(objections[:3]) or "the version has no implementation that fits"
     if impl is not None or scopes is not None:
-        return Recommendation(impl or "none", tuple(scopes or ()), {}, {}, reasons, [], f"what is asked for is rejected: {why}")
+        return Recommendation(
+            impl or "none", tuple(scopes or ()), {}, {}, reasons, [], f"what is asked for is rejected: {why}"
+        )
     reasons.append(f"no graphs: {why}")
     return Recommendation("none", (), {**off(settings), **(extra or {})}, {}, reasons, _without_graphs(task))
 
@@ -161,7 +165,9 @@ class _Task:
             return
         kind = impl or "transformer_engine"
         if scopes is not None:
-            yield from [("full_iteration", ())] if "full_iteration" in scopes else [(kind, tuple(dict.fromkeys(scopes)))]
+            yield from (
+                [("full_iteration", ())] if "full_iteration" in scopes else [(kind, tuple(dict.fromkeys(scopes)))]
+            )
             return
         if impl is None and self.needs_full_iteration():
             if self.minor >= 14:
@@ -211,7 +217,9 @@ class _Task:
 
     def drop_and_pad(self) -> bool:
         capacity = mends.known(self.facts, "moe_expert_capacity_factor")
-        return capacity is not None and capacity >= 0 and bool(mends.known(self.facts, "moe_pad_expert_input_to_capacity"))
+        return (
+            capacity is not None and capacity >= 0 and bool(mends.known(self.facts, "moe_pad_expert_input_to_capacity"))
+        )
 
     def needs_full_iteration(self) -> bool:
         """Whether the run recomputes whole layers or offloads activations, which graphs of layers exclude, on any branch."""
@@ -235,7 +243,11 @@ class _Task:
                 if finding.severity in (*BLOCKING, "warning") and not finding.needs
                 and finding.fix and finding.safe and not GRAPH_FACTS & set(finding.fix) and not set(self.extra) & set(finding.fix)
             ]  # fmt: skip
-            new = [finding for finding in fixes if any(overrides.get(name, ...) != value for name, value in finding.fix.items())]
+            new = [
+                finding
+                for finding in fixes
+                if any(overrides.get(name, ...) != value for name, value in finding.fix.items())
+            ]
             if not new:
                 break
             for finding in new:
@@ -289,7 +301,9 @@ class _Task:
         lines = [f"left out, {line}" for line in objections[:3]]
         if kind == "full_iteration":
             if self.needs_full_iteration():
-                lines.append("full iteration: whole layers are recomputed or offloaded, which only a graph of the whole iteration holds")
+                lines.append(
+                    "full iteration: whole layers are recomputed or offloaded, which only a graph of the whole iteration holds"
+                )
             else:
                 lines.append("full iteration: as asked for")
             lines.append("NaN checks of loss and gradients off: they read the device inside what is captured")
@@ -314,7 +328,9 @@ class _Task:
             if "attn" not in modules and modules[:1] == ("moe_router",):
                 steps.append("add attn to the scopes once this runs and is faster")
         if kind != "full_iteration" and self.minor >= 14 and not self.family.moe.value:
-            steps.append("full iteration where the host is still the limit: it also needs static shapes and no NaN checks")
+            steps.append(
+                "full iteration where the host is still the limit: it also needs static shapes and no NaN checks"
+            )
         steps.append("smoke run: compare eager and graphed steps, and count graph launches")
         return steps
 
@@ -331,7 +347,9 @@ _WHY = {
 
 def _without_graphs(task: _Task) -> list[str]:
     if task.needs_full_iteration():
-        return ["selective recompute (recompute_granularity=\"selective\" with recompute_modules) would allow graphs of layers"]
+        return [
+            'selective recompute (recompute_granularity="selective" with recompute_modules) would allow graphs of layers'
+        ]
     return []
 
 

@@ -36,7 +36,9 @@ def sample(minor: str, most: int = PER_COMBINATION) -> list[tuple[dict, str | No
             te = request.get("te", DEFAULT_TE)
             by_codes[tuple(verdict(request["fields"], minor, te)["codes"])].append((request["fields"], te))
     pick = random.Random(SEED)
-    return [item for codes in sorted(by_codes) for item in pick.sample(by_codes[codes], min(most, len(by_codes[codes])))]
+    return [
+        item for codes in sorted(by_codes) for item in pick.sample(by_codes[codes], min(most, len(by_codes[codes])))
+    ]
 
 
 def mended(fields: dict, minor: str, te: str | None) -> tuple[dict, list[str]]:
@@ -88,7 +90,11 @@ def test_fixes_keep_as_many_scopes_as_upstream_accepts(minor):
         kept = result["normalized"]["modules"] if result["normalized"]["impl"] == impl else []
         # a fix for another rule may have replaced what was named (router and preprocessing for the whole MoE layer)
         universe = list(dict.fromkeys(scopes)) or [name for name in MODULES if name != "mamba"]
-        others = {name: value for name, value in after.items() if name not in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")}
+        others = {
+            name: value
+            for name, value in after.items()
+            if name not in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+        }
         others.update({"cuda_graph_impl": impl, "cuda_graph_scope": None})
         if "inference_cuda_graph_scope" in fields:
             others["inference_cuda_graph_scope"] = fields["inference_cuda_graph_scope"]
@@ -97,7 +103,9 @@ def test_fixes_keep_as_many_scopes_as_upstream_accepts(minor):
                 size
                 for size in range(len(universe) + 1)
                 for subset in combinations(universe, size)
-                if size and mends.closed(impl, subset) and not verdict({**others, field: list(subset)}, minor, te)["codes"]
+                if size
+                and mends.closed(impl, subset)
+                and not verdict({**others, field: list(subset)}, minor, te)["codes"]
             ),
             default=0,
         )

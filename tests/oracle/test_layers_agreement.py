@@ -91,7 +91,9 @@ def test_megatron_bridge(minor):
             if f"comm_overlap.{name}" in facts:
                 facts.setdefault(name, facts[f"comm_overlap.{name}"])
         te = request.get("te", DEFAULT_TE)
-        resolved = versions.resolve("megatron-bridge", mcore=mcore, bridge=bridge, te=te, torch="2.11", automodel="none")
+        resolved = versions.resolve(
+            "megatron-bridge", mcore=mcore, bridge=bridge, te=te, torch="2.11", automodel="none"
+        )
         return Settings("megatron-bridge", resolved, {name: Known(value) for name, value in facts.items()})
 
     compare(f"bridge-{minor}", settings_of, errors("config", "bridge"), 100)

@@ -104,7 +104,9 @@ def test_reported_failure_is_found_with_its_mend(case):
 def test_the_mend_of_a_reported_failure_removes_it(case):
     settings = settings_of(case)
     for _ in range(6):
-        fixes = [finding for finding in rules.check(settings) if finding.fix and (finding.safe or finding.code == case.found)]
+        fixes = [
+            finding for finding in rules.check(settings) if finding.fix and (finding.safe or finding.code == case.found)
+        ]
         if not fixes:
             break
         settings = settings.with_values(fixes[0].fix)

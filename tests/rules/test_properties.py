@@ -3,7 +3,8 @@
 
 import random
 
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cudagraphs import families, recommend, rules, versions
 from cudagraphs.rules import evaluate, mends
@@ -47,8 +48,12 @@ AROUND = {
 FRAMEWORKS = ("megatron-bridge", "megatron-core", "megatron-lm")
 GRAPHS = {
     "cuda_graph_impl": st.sampled_from(["none", "local", "transformer_engine", "full_iteration", "nonsense"]),
-    "cuda_graph_scope": st.sampled_from([None, "full", "attn", ["attn", "mlp"], ["moe"], ["full_iteration"], "attn, mlp"]),
-    "cuda_graph_modules": st.sampled_from(["full", [], ["attn"], ["moe_router"], ["attn", "moe"], ["mamba"], ["full_iteration"]]),
+    "cuda_graph_scope": st.sampled_from(
+        [None, "full", "attn", ["attn", "mlp"], ["moe"], ["full_iteration"], "attn, mlp"]
+    ),
+    "cuda_graph_modules": st.sampled_from(
+        ["full", [], ["attn"], ["moe_router"], ["attn", "moe"], ["mamba"], ["full_iteration"]]
+    ),
     "enable_cuda_graph": st.sampled_from([False, False, True]),
     "external_cuda_graph": st.sampled_from([False, False, True]),
     "inference_cuda_graph_scope": st.sampled_from([None, None, "layer", "block"]),
@@ -174,7 +179,9 @@ def test_a_branch_is_judged_on_both_sides(run, other, data):
         return
     name = data.draw(st.sampled_from(names))
     branch = Branch("flag", Source("recipe.py", 3), default=True)
-    both = Settings(run.framework, run.versions, {**run.facts, name: Choice(branch, run.facts[name], other.facts[name])})
+    both = Settings(
+        run.framework, run.versions, {**run.facts, name: Choice(branch, run.facts[name], other.facts[name])}
+    )
     true_side, false_side = run, Settings(run.framework, run.versions, {**run.facts, name: other.facts[name]})
     codes = [{finding.code for finding in rules.check(side)} for side in (true_side, false_side)]
     found = {finding.code: finding.when for finding in rules.check(both)}

@@ -11,7 +11,9 @@ from cudagraphs.settings import Known, Settings
 from rules.test_cases import CASES
 
 PAGE = Path(__file__).parents[2] / "references" / "reported-failures.md"
-ROWS = re.findall(r"^\| \[(.+?)\]\((https://github\.com/\S+?)\) \| (.+?) \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+ROWS = re.findall(
+    r"^\| \[(.+?)\]\((https://github\.com/\S+?)\) \| (.+?) \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.M
+)
 TE = {"cuda_graph_impl": "transformer_engine", "use_te_rng_tracker": True}
 FULL = {"cuda_graph_impl": "full_iteration", "use_te_rng_tracker": True}
 NEW = {"mcore": "0.19", "te": "2.16", "torch": "2.11", "bridge": "0.6.2"}

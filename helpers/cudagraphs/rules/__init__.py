@@ -47,7 +47,17 @@ for _, _module in TOPICS.values():
 _ORDER = {"error": 0, "runtime": 1, "warning": 2, "info": 3}
 
 __all__ = [
-    "REGISTRY", "TOPICS", "Example", "Finding", "GraphState", "Member", "Rule", "check", "config", "explain", "graph_state",
+    "REGISTRY",
+    "TOPICS",
+    "Example",
+    "Finding",
+    "GraphState",
+    "Member",
+    "Rule",
+    "check",
+    "config",
+    "explain",
+    "graph_state",
 ]
 
 
@@ -59,7 +69,9 @@ def check(settings: Settings, rules: Iterable[Rule] | None = None) -> list[Findi
         if rule.holds_for(settings.framework, settings.versions)
         for finding in judge(rule, settings)
     ]
-    return sorted(findings, key=lambda finding: (bool(finding.needs), _ORDER[finding.severity], finding.code, finding.when))
+    return sorted(
+        findings, key=lambda finding: (bool(finding.needs), _ORDER[finding.severity], finding.code, finding.when)
+    )
 
 
 def explain(text: str) -> list[Rule]:
@@ -82,7 +94,9 @@ def explain(text: str) -> list[Rule]:
                 whole.append(rule)
                 break
         else:
-            share = max(len(set(words) & set(_words(fragment))) for fragment in (*rule.upstream, rule.title)) / len(set(words))
+            share = max(len(set(words) & set(_words(fragment))) for fragment in (*rule.upstream, rule.title)) / len(
+                set(words)
+            )
             if share >= 0.6:
                 partial.append((-share, rule.code, rule))
     return whole or [rule for _, _, rule in sorted(partial)[:5]]

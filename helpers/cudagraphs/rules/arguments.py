@@ -60,7 +60,11 @@ def _block_fp8(f: Facts, v: Versions) -> bool:
     block = f["graph.inference_scope"] == "block" if v.minor >= 18 else (
         f["graph.impl"] == "local" and "full_iteration_inference" in f["graph.modules"]
     )  # fmt: skip
-    return block and f["fp8"] is not None and (f["transformer_impl"] != "inference_optimized" or f["fp8_recipe"] != "mxfp8")
+    return (
+        block
+        and f["fp8"] is not None
+        and (f["transformer_impl"] != "inference_optimized" or f["fp8_recipe"] != "mxfp8")
+    )
 
 
 def _split_commas(f: Facts, v: Versions) -> dict[str, Any]:
@@ -98,7 +102,7 @@ RULES = (
         message="a scope argument holds a comma: scope {cuda_graph_scope}, modules {cuda_graph_modules}",
         mend="separate scopes by spaces: --cuda-graph-modules attn mlp",
         fix=_split_commas,
-        why="Each word after the option is looked up as one name, and \"attn,mlp\" is not one. Configuration files and Python do "
+        why='Each word after the option is looked up as one name, and "attn,mlp" is not one. Configuration files and Python do '
         "take commas, which makes the mistake easy.",
         source=f"{ARGUMENTS}; _parse_cuda_graph_modules_arg (0.18+)",
         upstream=("KeyError", "invalid _parse_cuda_graph_modules_arg value"),
@@ -179,7 +183,9 @@ RULES = (
         upstream=("Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access",),
         bad=(Example({**TE, "cuda_graph_modules": ["attn"], **EXPANDABLE}, {"mcore": "0.19"}),),
         good=(
-            Example({**TE, "cuda_graph_modules": ["attn"], **EXPANDABLE, "env.NCCL_GRAPH_REGISTER": "0"}, {"mcore": "0.19"}),
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], **EXPANDABLE, "env.NCCL_GRAPH_REGISTER": "0"}, {"mcore": "0.19"}
+            ),
             Example({**TE, "cuda_graph_modules": ["attn"]}, {"mcore": "0.19"}),
         ),
     ),
@@ -210,16 +216,20 @@ RULES = (
         severity="error",
         frameworks=(LM,),
         mcore=(16, 17),
-        when=lambda f, v: f["graph.impl"] == "local"
-        and f["expert_model_parallel_size"] > 1
-        and f["transformer_impl"] != "inference_optimized"
-        and not f["moe_pad_experts_for_cuda_graph_inference"],
+        when=lambda f, v: (
+            f["graph.impl"] == "local"
+            and f["expert_model_parallel_size"] > 1
+            and f["transformer_impl"] != "inference_optimized"
+            and not f["moe_pad_experts_for_cuda_graph_inference"]
+        ),
         message="local graphs with expert_model_parallel_size={expert_model_parallel_size} need padded experts at inference",
         mend="add --moe-pad-experts-for-cuda-graph-inference",
         fix=lambda f, v: {"moe_pad_experts_for_cuda_graph_inference": True},
         why="The same graphs serve inference, where the number of tokens an expert gets must be fixed.",
         source=f"{ARGUMENTS} (0.16, 0.17)",
-        upstream=("--moe-pad-experts-for-cuda-graph-inference must be set when using CUDA graphs with expert parallelism",),
+        upstream=(
+            "--moe-pad-experts-for-cuda-graph-inference must be set when using CUDA graphs with expert parallelism",
+        ),
         bad=(
             Example(
                 {
@@ -257,7 +267,10 @@ RULES = (
         mend="add --transformer-impl inference_optimized --fp8-recipe mxfp8, or set --inference-cuda-graph-scope layer",
         why="Only the inference-optimized layers hold FP8 state that a graph of the whole block can replay, and only in MXFP8.",
         source=f"{ARGUMENTS} (0.17: scope full_iteration_inference; 0.18+: inference scope block)",
-        upstream=("fp8 with --inference-cuda-graph-scope=block is only supported with", "Only --fp8-recipe=mxfp8 is supported"),
+        upstream=(
+            "fp8 with --inference-cuda-graph-scope=block is only supported with",
+            "Only --fp8-recipe=mxfp8 is supported",
+        ),
         bad=(
             Example(
                 {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block", "fp8": "hybrid"}, {"mcore": "0.19"}
@@ -325,10 +338,12 @@ RULES = (
         severity="error",
         frameworks=(LM,),
         mcore=(17, None),
-        when=lambda f, v: v.at_least("te", 2, 12)
-        and "attn" in f["graph.modules"]
-        and _delayed(f)
-        and bool(f["add_bias_linear"] or f["add_qkv_bias"]),
+        when=lambda f, v: (
+            v.at_least("te", 2, 12)
+            and "attn" in f["graph.modules"]
+            and _delayed(f)
+            and bool(f["add_bias_linear"] or f["add_qkv_bias"])
+        ),
         message="delay_wgrad_compute and overlap_grad_reduce with a captured attention that has a bias",
         mend="drop --delay-wgrad-compute, or drop attn from the scopes, or add --disable-bias-linear",
         fix=lambda f, v: {"delay_wgrad_compute": False},
@@ -344,15 +359,21 @@ RULES = (
         layer="arguments",
         severity="error",
         frameworks=(LM,),
-        when=lambda f, v: f["arguments.inference_batch_times_seqlen_threshold"] > -1
-        and (f["graph.active"] if v.minor >= 15 else bool(f["enable_cuda_graph"])),
+        when=lambda f, v: (
+            f["arguments.inference_batch_times_seqlen_threshold"] > -1
+            and (f["graph.active"] if v.minor >= 15 else bool(f["enable_cuda_graph"]))
+        ),
         message="--inference-batch-times-seqlen-threshold {arguments.inference_batch_times_seqlen_threshold} with graphs",
         mend="drop --inference-batch-times-seqlen-threshold, or turn graphs off",
         fix=lambda f, v: {"arguments.inference_batch_times_seqlen_threshold": -1},
         why="Splitting a batch for the pipeline changes its shape with its size.",
         source=f"{ARGUMENTS} (0.13+)",
         upstream=("Pipeline-parallel microbatched inference is incompatible with CUDA graphs",),
-        bad=(Example({"cuda_graph_impl": "local", "arguments.inference_batch_times_seqlen_threshold": 512}, {"mcore": "0.19"}),),
+        bad=(
+            Example(
+                {"cuda_graph_impl": "local", "arguments.inference_batch_times_seqlen_threshold": 512}, {"mcore": "0.19"}
+            ),
+        ),
         good=(Example({"cuda_graph_impl": "local"}, {"mcore": "0.19"}),),
     ),
     Rule(
@@ -362,10 +383,12 @@ RULES = (
         severity="error",
         frameworks=(LM,),
         mcore=(17, None),
-        when=lambda f, v: f["graph.impl"] == "local"
-        and not (
-            f["arguments.inference_dynamic_batching_num_cuda_graphs"] > 0
-            or f["arguments.inference_dynamic_batching_num_cuda_graphs"] == -1
+        when=lambda f, v: (
+            f["graph.impl"] == "local"
+            and not (
+                f["arguments.inference_dynamic_batching_num_cuda_graphs"] > 0
+                or f["arguments.inference_dynamic_batching_num_cuda_graphs"] == -1
+            )
         ),
         message="--inference-dynamic-batching-num-cuda-graphs {arguments.inference_dynamic_batching_num_cuda_graphs}",
         mend="give a positive number, or -1 to derive it from the largest number of requests",
@@ -373,7 +396,12 @@ RULES = (
         why="The local implementation always serves inference too, one graph a batch size.",
         source=f"{ARGUMENTS} (0.17+)",
         upstream=("inference_dynamic_batching_num_cuda_graphs should be a positive integer or -1",),
-        bad=(Example({"cuda_graph_impl": "local", "arguments.inference_dynamic_batching_num_cuda_graphs": 0}, {"mcore": "0.19"}),),
+        bad=(
+            Example(
+                {"cuda_graph_impl": "local", "arguments.inference_dynamic_batching_num_cuda_graphs": 0},
+                {"mcore": "0.19"},
+            ),
+        ),
         good=(Example({"cuda_graph_impl": "local"}, {"mcore": "0.19"}),),
     ),
     Rule(
@@ -383,19 +411,27 @@ RULES = (
         severity="error",
         frameworks=(LM,),
         mcore=(17, None),
-        when=lambda f, v: bool(f["arguments.perform_rl_step"])
-        and not f["graph.active"]
-        and bool(f["arguments.rl_persist_cuda_graphs"] or f["arguments.rl_training_cuda_graphs"]),
+        when=lambda f, v: (
+            bool(f["arguments.perform_rl_step"])
+            and not f["graph.active"]
+            and bool(f["arguments.rl_persist_cuda_graphs"] or f["arguments.rl_training_cuda_graphs"])
+        ),
         message="--rl-persist-cuda-graphs or --rl-training-cuda-graphs is set, and no graphs are built",
         mend="set --cuda-graph-impl, or drop the two flags",
         fix=lambda f, v: {"arguments.rl_persist_cuda_graphs": False, "arguments.rl_training_cuda_graphs": False},
         why="The flags only say how graphs are kept between training and rollouts.",
         source=f"{ARGUMENTS} (0.17+)",
         upstream=("is set but no CUDA graphs are being built",),
-        bad=(Example({"arguments.perform_rl_step": True, "arguments.rl_training_cuda_graphs": True}, {"mcore": "0.19"}),),
+        bad=(
+            Example({"arguments.perform_rl_step": True, "arguments.rl_training_cuda_graphs": True}, {"mcore": "0.19"}),
+        ),
         good=(
             Example(
-                {"cuda_graph_impl": "local", "arguments.perform_rl_step": True, "arguments.rl_training_cuda_graphs": True},
+                {
+                    "cuda_graph_impl": "local",
+                    "arguments.perform_rl_step": True,
+                    "arguments.rl_training_cuda_graphs": True,
+                },
                 {"mcore": "0.19"},
             ),
         ),
@@ -407,11 +443,13 @@ RULES = (
         severity="error",
         frameworks=(LM,),
         mcore=(19, None),
-        when=lambda f, v: (f["gtp_weight_remat_size"] > 1 or f["expert_gtp_weight_remat_size"] > 1)
-        and f["graph.active"]
-        and v.arch is not None
-        and v.arch >= (10, 0)
-        and f["env.CUDA_GRAPHS_USE_NODE_PRIORITY"] != "1",
+        when=lambda f, v: (
+            (f["gtp_weight_remat_size"] > 1 or f["expert_gtp_weight_remat_size"] > 1)
+            and f["graph.active"]
+            and v.arch is not None
+            and v.arch >= (10, 0)
+            and f["env.CUDA_GRAPHS_USE_NODE_PRIORITY"] != "1"
+        ),
         message="gtp_weight_remat_size={gtp_weight_remat_size} with graphs, and CUDA_GRAPHS_USE_NODE_PRIORITY is "
         "{env.CUDA_GRAPHS_USE_NODE_PRIORITY}",
         mend="export CUDA_GRAPHS_USE_NODE_PRIORITY=1",
@@ -421,10 +459,14 @@ RULES = (
         source=f"{ARGUMENTS} (0.19+)",
         upstream=("GTP requires CUDA_GRAPHS_USE_NODE_PRIORITY=1",),
         bad=(
-            Example({**TE, "cuda_graph_modules": ["attn"], "gtp_weight_remat_size": 2}, {"mcore": "0.19", "arch": "b200"}),
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], "gtp_weight_remat_size": 2}, {"mcore": "0.19", "arch": "b200"}
+            ),
         ),
         good=(
-            Example({**TE, "cuda_graph_modules": ["attn"], "gtp_weight_remat_size": 2}, {"mcore": "0.19", "arch": "h100"}),
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], "gtp_weight_remat_size": 2}, {"mcore": "0.19", "arch": "h100"}
+            ),
             Example({**TE, "cuda_graph_modules": ["attn"]}, {"mcore": "0.19", "arch": "b200"}),
         ),
     ),

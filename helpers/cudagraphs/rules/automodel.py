@@ -47,7 +47,9 @@ RULES = (
         message="backend.cuda_graph.modules={backend.cuda_graph.modules}",
         mend="give a list of names out of attn, te_dpa, moe_router and moe_preprocess",
         fix=lambda f, v: {
-            MODULES: [name for name in (f[MODULES].split(",") if isinstance(f[MODULES], str) else modules(f)) if name in KNOWN]
+            MODULES: [
+                name for name in (f[MODULES].split(",") if isinstance(f[MODULES], str) else modules(f)) if name in KNOWN
+            ]
         },
         why="The names follow Megatron-Core's where AutoModel has the same boundary, and no others are taken; mlp, moe and mamba "
         "are not among them.",
@@ -111,8 +113,7 @@ RULES = (
     _rule(
         code="CG606",
         title="Whole-attention capture with other than plain PyTorch layers",
-        when=lambda f, v: "attn" in modules(f)
-        and (f["backend.linear"] != "torch" or f["backend.rms_norm"] != "torch"),
+        when=lambda f, v: "attn" in modules(f) and (f["backend.linear"] != "torch" or f["backend.rms_norm"] != "torch"),
         message="attn is captured with backend.linear={backend.linear} and backend.rms_norm={backend.rms_norm}",
         mend="use te_dpa instead; or set backend.linear: torch and backend.rms_norm: torch (the default is torch_fp32)",
         fix=lambda f, v: {MODULES: ["te_dpa" if name == "attn" else name for name in modules(f)]},
@@ -184,7 +185,9 @@ RULES = (
     _rule(
         code="CG611",
         title="Activation checkpointing over what is captured",
-        when=lambda f, v: bool(f["distributed.activation_checkpointing"]) and bool(set(map(str, modules(f))) - {"te_dpa"}),
+        when=lambda f, v: (
+            bool(f["distributed.activation_checkpointing"]) and bool(set(map(str, modules(f))) - {"te_dpa"})
+        ),
         message="activation checkpointing with the captured modules {backend.cuda_graph.modules}",
         mend="keep te_dpa only, or turn distributed.activation_checkpointing off",
         fix=lambda f, v: {MODULES: [name for name in modules(f) if name == "te_dpa"]},
@@ -201,8 +204,9 @@ RULES = (
     _rule(
         code="CG612",
         title="Captured router with replay or a score correction",
-        when=lambda f, v: "moe_router" in modules(f)
-        and bool(f["automodel.router_replay"] or f["automodel.score_correction_bias"]),
+        when=lambda f, v: (
+            "moe_router" in modules(f) and bool(f["automodel.router_replay"] or f["automodel.score_correction_bias"])
+        ),
         message="the router is captured, and it replays routes or corrects scores with a bias",
         mend="drop moe_router and moe_preprocess (DeepSeek-V3 and its kin correct scores), or turn router replay off",
         fix=_without("moe_router", "moe_preprocess"),
@@ -228,8 +232,10 @@ RULES = (
     _rule(
         code="CG614",
         title="A graph block that AutoModel does not read",
-        when=lambda f, v: any(name.startswith("backend.cuda_graph.") and name != MODULES for name in f)
-        or ("backend.cuda_graph" in f and not isinstance(f["backend.cuda_graph"], dict)),
+        when=lambda f, v: (
+            any(name.startswith("backend.cuda_graph.") and name != MODULES for name in f)
+            or ("backend.cuda_graph" in f and not isinstance(f["backend.cuda_graph"], dict))
+        ),
         message="backend.cuda_graph is not a block with modules alone",
         mend="write a block with the one key modules; an empty list turns graphs off",
         why="The block is built with its keys as arguments, and modules is the only one; anything but a block is refused.",

@@ -153,7 +153,12 @@ class Rule:
                 parts.append(f"megatron-core 0.{low}")
             else:
                 parts.append(f"megatron-core 0.{low or 13} to 0.{high}")
-        labels = {"bridge": "Megatron Bridge", "te": "Transformer Engine", "automodel": "NeMo AutoModel", "torch": "PyTorch"}
+        labels = {
+            "bridge": "Megatron Bridge",
+            "te": "Transformer Engine",
+            "automodel": "NeMo AutoModel",
+            "torch": "PyTorch",
+        }
         for component, label in labels.items():
             wanted = getattr(self, component)
             if wanted is not None:

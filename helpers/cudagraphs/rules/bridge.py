@@ -139,10 +139,9 @@ RULES = (
         layer="bridge",
         severity="error",
         frameworks=(BRIDGE,),
-        when=lambda f, v: f["graph.active"]
-        and asserts_tracker(f)
-        and not f["use_te_rng_tracker"]
-        and not f["rng.te_rng_tracker"],
+        when=lambda f, v: (
+            f["graph.active"] and asserts_tracker(f) and not f["use_te_rng_tracker"] and not f["rng.te_rng_tracker"]
+        ),
         message="graphs are on, and neither model.use_te_rng_tracker nor rng.te_rng_tracker is set",
         mend="set model.use_te_rng_tracker=True and rng.te_rng_tracker=True; one suffices where ConfigContainer.validate runs, "
         "which copies it to the other",
@@ -155,7 +154,8 @@ RULES = (
         good=(
             Example({**TE, "cuda_graph_modules": ["attn"]}, NEW),
             Example(
-                {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"], "rng.te_rng_tracker": True}, NEW
+                {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"], "rng.te_rng_tracker": True},
+                NEW,
             ),
         ),
     ),
@@ -168,7 +168,7 @@ RULES = (
         bridge=((0, 6), None),
         when=_local,
         message="Bridge takes the local implementation only for full-iteration capture; the scopes are {graph.modules}",
-        mend="use cuda_graph_impl=\"transformer_engine\" for scopes such as attn; local only with the scope full_iteration, or "
+        mend='use cuda_graph_impl="transformer_engine" for scopes such as attn; local only with the scope full_iteration, or '
         "without scopes and with inference_cuda_graph_scope set to layer or block",
         fix=_local_fix,
         why="Bridge's training loop creates and deletes Transformer Engine's graphs and full-iteration graphs; it has no place "
@@ -183,7 +183,8 @@ RULES = (
             Example({**TRACKED, "cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]}, NEW),
             Example({**TRACKED, "cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}, NEW),
             Example(
-                {**TRACKED, "cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, {"bridge": "0.4.2", "mcore": "0.17.1"}
+                {**TRACKED, "cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+                {"bridge": "0.4.2", "mcore": "0.17.1"},
             ),
         ),
     ),
@@ -216,10 +217,9 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 4), None),
-        when=lambda f, v: v.at_least("te", 2, 12)
-        and _delayed(f)
-        and _checked(f, v)
-        and not f["gradient_accumulation_fusion"],
+        when=lambda f, v: (
+            v.at_least("te", 2, 12) and _delayed(f) and _checked(f, v) and not f["gradient_accumulation_fusion"]
+        ),
         message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}, and gradient_accumulation_fusion is off",
         mend="set model.gradient_accumulation_fusion=True, or turn comm_overlap.delay_wgrad_compute off",
         fix=lambda f, v: {"gradient_accumulation_fusion": True},
@@ -237,11 +237,13 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 4), None),
-        when=lambda f, v: v.at_least("te", 2, 12)
-        and "attn" in f["graph.modules"]
-        and _delayed(f)
-        and _checked(f, v)
-        and (bool(f["add_bias_linear"]) or bool(f["add_qkv_bias"])),
+        when=lambda f, v: (
+            v.at_least("te", 2, 12)
+            and "attn" in f["graph.modules"]
+            and _delayed(f)
+            and _checked(f, v)
+            and (bool(f["add_bias_linear"]) or bool(f["add_qkv_bias"]))
+        ),
         message="comm_overlap.delay_wgrad_compute with a captured attention that has a bias",
         mend="turn comm_overlap.delay_wgrad_compute off, or drop attn from the scopes",
         fix=lambda f, v: {"comm_overlap.delay_wgrad_compute": False, "delay_wgrad_compute": False},
@@ -301,18 +303,21 @@ RULES = (
         when=lambda f, v: bool(f["enable_cuda_graph"] or f["external_cuda_graph"]) and f["cuda_graph_impl"] == "none",
         message="enable_cuda_graph={enable_cuda_graph}, external_cuda_graph={external_cuda_graph}: the training path finalizes "
         "the model twice, and the second time rejects the flag beside the implementation that it set the first time",
-        mend="set cuda_graph_impl=\"transformer_engine\" (for external_cuda_graph) or \"full_iteration\", and leave both flags "
+        mend='set cuda_graph_impl="transformer_engine" (for external_cuda_graph) or "full_iteration", and leave both flags '
         "False",
-        fix=lambda f, v: {
-            **{name: False for name in ("enable_cuda_graph", "external_cuda_graph") if f[name]},
-            "cuda_graph_impl": "transformer_engine",
-        }
-        if not f["enable_cuda_graph"]
-        else None,
+        fix=lambda f, v: (
+            {
+                **{name: False for name in ("enable_cuda_graph", "external_cuda_graph") if f[name]},
+                "cuda_graph_impl": "transformer_engine",
+            }
+            if not f["enable_cuda_graph"]
+            else None
+        ),
         why="ConfigContainer.validate finalizes the model, and the model provider does so again. Before that, Bridge 0.6 clears "
-        "the scopes because the implementation is still \"none\": external_cuda_graph with the scope attn would capture whole "
+        'the scopes because the implementation is still "none": external_cuda_graph with the scope attn would capture whole '
         "layers, and enable_cuda_graph would slip past the check on local graphs.",
-        source="megatron/bridge/models/model_provider.py ModelProviderMixin.provide_distributed_model (0.5+); " + GRAPHS,
+        source="megatron/bridge/models/model_provider.py ModelProviderMixin.provide_distributed_model (0.5+); "
+        + GRAPHS,
         upstream=("Do not use enable_cuda_graph or external_cuda_graph with cuda_graph_impl.",),
         bad=(Example({**TRACKED, "external_cuda_graph": True, "cuda_graph_scope": ["attn"]}, NEW),),
         good=(
@@ -327,13 +332,15 @@ RULES = (
         severity="warning",
         frameworks=(BRIDGE,),
         bridge=((0, 4), None),
-        when=lambda f, v: f["cuda_graph_impl"] == "none"
-        and not f["enable_cuda_graph"]
-        and not f["external_cuda_graph"]
-        and bool(raw_scopes(f, v)),
+        when=lambda f, v: (
+            f["cuda_graph_impl"] == "none"
+            and not f["enable_cuda_graph"]
+            and not f["external_cuda_graph"]
+            and bool(raw_scopes(f, v))
+        ),
         message="scopes are named (scope {cuda_graph_scope}, modules {cuda_graph_modules}), and cuda_graph_impl is none: nothing "
         "is captured",
-        mend="set cuda_graph_impl=\"transformer_engine\", or remove the scopes",
+        mend='set cuda_graph_impl="transformer_engine", or remove the scopes',
         fix=mends.off,
         why="Bridge clears the scopes where the implementation is none, from 0.6 on before and after the configuration is "
         "finalized, so that a scope full_iteration does not turn graphs on as it does in megatron-core 0.18.",
@@ -348,9 +355,11 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         mcore=(18, None),
-        when=lambda f, v: f["history.impl_after_finalize"] is not None
-        and "local" in (f["history.impl_after_finalize"], f["cuda_graph_impl"])
-        and f["history.impl_after_finalize"] != f["cuda_graph_impl"],
+        when=lambda f, v: (
+            f["history.impl_after_finalize"] is not None
+            and "local" in (f["history.impl_after_finalize"], f["cuda_graph_impl"])
+            and f["history.impl_after_finalize"] != f["cuda_graph_impl"]
+        ),
         message="cuda_graph_impl was {history.impl_after_finalize} when the configuration was finalized, and is "
         "{cuda_graph_impl} now",
         mend="choose the implementation before the first finalize, or set inference_cuda_graph_scope=None beside the change",
@@ -359,11 +368,7 @@ RULES = (
         "implementation is refused by the other.",
         source="megatron/core/transformer/transformer_config.py TransformerConfig.__post_init__ (0.18+)",
         upstream=("Invalid inference CUDA graph scope",),
-        bad=(
-            Example(
-                {**TE, "cuda_graph_modules": ["attn"], "history.impl_after_finalize": "local"}, NEW
-            ),
-        ),
+        bad=(Example({**TE, "cuda_graph_modules": ["attn"], "history.impl_after_finalize": "local"}, NEW),),
         good=(Example({**TE, "cuda_graph_modules": ["attn"]}, NEW),),
     ),
     Rule(
@@ -372,8 +377,10 @@ RULES = (
         layer="bridge",
         severity="warning",
         frameworks=(BRIDGE,),
-        when=lambda f, v: f["graph.impl"] == "none"
-        and any(value not in (None, "none") for value in f["history.cuda_graph_impl"][:-1]),
+        when=lambda f, v: (
+            f["graph.impl"] == "none"
+            and any(value not in (None, "none") for value in f["history.cuda_graph_impl"][:-1])
+        ),
         message="cuda_graph_impl is assigned {history.cuda_graph_impl} in this order: the last one wins, and nothing is captured",
         mend="remove the assignment to none if graphs are wanted, and count replays in a smoke run",
         why="Hooks and helpers that run after a recipe can set the implementation back, and nothing says so: recipes have "
@@ -392,19 +399,29 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
-        when=lambda f, v: f["dataset.packing_buffer_size"] is not None
-        and (f["graph.active"] or f["model.vision_cuda_graph_impl"] not in (None, "none")),
+        when=lambda f, v: (
+            f["dataset.packing_buffer_size"] is not None
+            and (f["graph.active"] or f["model.vision_cuda_graph_impl"] not in (None, "none"))
+        ),
         message="the Energon dataset packs samples while loading (packing_buffer_size={dataset.packing_buffer_size}), and graphs "
         "are on",
         mend="unset dataset.packing_buffer_size, or turn graphs (and vision_cuda_graph_impl) off",
         fix=lambda f, v: {
             **(mends.off(f, v) if f["graph.active"] else {}),
-            **({"model.vision_cuda_graph_impl": "none"} if f["model.vision_cuda_graph_impl"] not in (None, "none") else {}),
+            **(
+                {"model.vision_cuda_graph_impl": "none"}
+                if f["model.vision_cuda_graph_impl"] not in (None, "none")
+                else {}
+            ),
         },
         why="Packs made at load time hold as many sequences, and as many tokens, as happen to fit.",
         source="megatron/bridge/training/config.py ConfigContainer.validate (0.7 development)",
         upstream=("Energon native sequence packing does not support CUDA graphs.",),
-        bad=(Example({**TE, "cuda_graph_modules": ["attn"], "dataset.packing_buffer_size": 64}, {**NEW, "bridge": "0.7.0"}),),
+        bad=(
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], "dataset.packing_buffer_size": 64}, {**NEW, "bridge": "0.7.0"}
+            ),
+        ),
         good=(Example({**TE, "cuda_graph_modules": ["attn"]}, {**NEW, "bridge": "0.7.0"}),),
     ),
     Rule(
@@ -414,10 +431,12 @@ RULES = (
         severity="runtime",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
-        when=lambda f, v: f["graph.impl"] == "transformer_engine"
-        and bool(f["dataset.packed_sequences"])
-        and (f["graph.whole_layer"] or bool({"moe", "moe_router", "moe_preprocess"} & set(f["graph.modules"])))
-        and bool(f["num_moe_experts"]),
+        when=lambda f, v: (
+            f["graph.impl"] == "transformer_engine"
+            and bool(f["dataset.packed_sequences"])
+            and (f["graph.whole_layer"] or bool({"moe", "moe_router", "moe_preprocess"} & set(f["graph.modules"])))
+            and bool(f["num_moe_experts"])
+        ),
         message="the router is captured (scopes {graph.modules}), and packed MoE batches hand it a padding mask",
         mend="capture attention only where the version takes packed attention, or turn graphs off",
         fix=mends.off,
@@ -440,9 +459,11 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE,),
         bridge=((0, 7), None),
-        when=lambda f, v: bool(f["ddp.use_megatron_fsdp"])
-        and f["ddp.megatron_fsdp_version"] == 2
-        and (f["graph.active"] or bool(f["optimizer.optimizer_cuda_graph"])),
+        when=lambda f, v: (
+            bool(f["ddp.use_megatron_fsdp"])
+            and f["ddp.megatron_fsdp_version"] == 2
+            and (f["graph.active"] or bool(f["optimizer.optimizer_cuda_graph"]))
+        ),
         message="Megatron FSDP version 2 takes neither model graphs nor optimizer graphs",
         mend="turn graphs (and optimizer.optimizer_cuda_graph) off, or use another kind of data parallelism",
         fix=lambda f, v: {
@@ -475,13 +496,16 @@ RULES = (
         layer="bridge",
         severity="error",
         frameworks=(BRIDGE,),
-        when=lambda f, v: f["harness.cuda_graph_impl"] is not None
-        and (
-            f["harness.cuda_graph_impl"] not in ("none", "local", "transformer_engine")
-            or (
-                "full_iteration" in named(f["harness.cuda_graph_scope"])
-                and (
-                    f["harness.cuda_graph_impl"] == "transformer_engine" or len(named(f["harness.cuda_graph_scope"])) > 1
+        when=lambda f, v: (
+            f["harness.cuda_graph_impl"] is not None
+            and (
+                f["harness.cuda_graph_impl"] not in ("none", "local", "transformer_engine")
+                or (
+                    "full_iteration" in named(f["harness.cuda_graph_scope"])
+                    and (
+                        f["harness.cuda_graph_impl"] == "transformer_engine"
+                        or len(named(f["harness.cuda_graph_scope"])) > 1
+                    )
                 )
             )
         ),

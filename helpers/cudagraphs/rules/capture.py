@@ -9,7 +9,7 @@ from cudagraphs.rules import mends
 from cudagraphs.rules.arguments import expandable, registered, without_expandable
 from cudagraphs.rules.base import BRIDGE, CORE, LM, Example, Facts, Rule
 from cudagraphs.rules.moe import dense, drop_and_pad
-from cudagraphs.rules.recompute import captured, offload_modules, whole
+from cudagraphs.rules.recompute import captured, offload_modules
 from cudagraphs.rules.registry import config_rules
 from cudagraphs.versions import Versions
 
@@ -76,7 +76,12 @@ def _dynamic_experts_fix(f: Facts, v: Versions) -> dict[str, Any]:
     if local_layers(f):
         return mends.off(f, v)
     rules = config_rules(v.minor)
-    for wanted in (("attn", "moe_router", "moe_preprocess"), ("attn", "moe_router"), ("attn",), ("moe_router", "moe_preprocess")):
+    for wanted in (
+        ("attn", "moe_router", "moe_preprocess"),
+        ("attn", "moe_router"),
+        ("attn",),
+        ("moe_router", "moe_preprocess"),
+    ):
         if not mends.rejected(rules, mends.Overlay(f, "transformer_engine", wanted), v):
             return {"cuda_graph_impl": "transformer_engine", **mends.scopes(f, v, wanted)}
     return mends.off(f, v)
@@ -123,7 +128,11 @@ def _expandable_fix(f: Facts, v: Versions) -> dict[str, Any]:
 
 
 def _captured_offload(f: Facts, v: Versions) -> bool:
-    if not f["fine_grained_activation_offloading"] or not te(f) or (v.at_least("torch", 2, 9) and v.at_least("te", 2, 14)):
+    if (
+        not f["fine_grained_activation_offloading"]
+        or not te(f)
+        or (v.at_least("torch", 2, 9) and v.at_least("te", 2, 14))
+    ):
         return False
     inside = offload_modules(f)
     return ("attn" in f["graph.modules"] and bool(inside & {"core_attn", "attn_proj", "qkv_linear"})) or (
@@ -191,7 +200,10 @@ RULES = (
         why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies there: "
         "replays then touch memory that is not theirs. The helper asserts this on every architecture.",
         source=f"{GRAPHS} TECudaGraphHelper.__init__ (0.16+)",
-        upstream=("Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access", "an illegal memory access was encountered"),
+        upstream=(
+            "Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access",
+            "an illegal memory access was encountered",
+        ),
         bad=(Example({**TE, "cuda_graph_modules": ["attn"], **EXPANDABLE}, NEW),),
         good=(
             Example({**TE, "cuda_graph_modules": ["attn"], **EXPANDABLE, "env.NCCL_GRAPH_REGISTER": "0"}, NEW),
@@ -205,9 +217,11 @@ RULES = (
         severity="error",
         frameworks=(BRIDGE, CORE),
         mcore=(14, 15),
-        when=lambda f, v: (f["graph.impl"] == "local" or (te(f) and v.minor == 15))
-        and not f["graph.full_iteration"]
-        and expandable(f),
+        when=lambda f, v: (
+            (f["graph.impl"] == "local" or (te(f) and v.minor == 15))
+            and not f["graph.full_iteration"]
+            and expandable(f)
+        ),
         message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF} with graphs",
         mend="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF; from 0.16 NCCL_GRAPH_REGISTER=0 is enough",
         fix=_expandable_fix,
@@ -244,10 +258,16 @@ RULES = (
         layer="environment",
         severity="warning",
         mcore=(14, None),
-        when=lambda f, v: f["graph.active"]
-        and (
-            (expandable(f, "PYTORCH_ALLOC_CONF") and registered(f))
-            or (expandable(f) and registered(f) and (f["graph.full_iteration"] or (v.minor >= 19 and local_layers(f))))
+        when=lambda f, v: (
+            f["graph.active"]
+            and (
+                (expandable(f, "PYTORCH_ALLOC_CONF") and registered(f))
+                or (
+                    expandable(f)
+                    and registered(f)
+                    and (f["graph.full_iteration"] or (v.minor >= 19 and local_layers(f)))
+                )
+            )
         ),
         message="expandable segments are on (PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF}, "
         "PYTORCH_ALLOC_CONF={env.PYTORCH_ALLOC_CONF}), and NCCL_GRAPH_REGISTER is {env.NCCL_GRAPH_REGISTER}",
@@ -296,10 +316,12 @@ RULES = (
         title="Batches whose number of tokens changes",
         layer="capture",
         severity="runtime",
-        when=lambda f, v: f["graph.active"]
-        and (
-            (bool(f["dataset.packed_sequences"]) and bool(f["dataset.enable_in_batch_packing"]))
-            or bool(f["variable_seq_lengths"])
+        when=lambda f, v: (
+            f["graph.active"]
+            and (
+                (bool(f["dataset.packed_sequences"]) and bool(f["dataset.enable_in_batch_packing"]))
+                or bool(f["variable_seq_lengths"])
+            )
         ),
         message="variable_seq_lengths={variable_seq_lengths}, dataset.enable_in_batch_packing={dataset.enable_in_batch_packing}: "
         "the shapes change from batch to batch",
@@ -332,9 +354,11 @@ RULES = (
         title="Batch-size ramp-up with captured microbatches of a pipeline",
         layer="capture",
         severity="warning",
-        when=lambda f, v: te(f)
-        and f["train.rampup_batch_size"] is not None
-        and (f["pipeline_model_parallel_size"] > 1 or bool(f["overlap_moe_expert_parallel_comm"])),
+        when=lambda f, v: (
+            te(f)
+            and f["train.rampup_batch_size"] is not None
+            and (f["pipeline_model_parallel_size"] > 1 or bool(f["overlap_moe_expert_parallel_comm"]))
+        ),
         message="the batch size ramps up ({train.rampup_batch_size}), and one graph a microbatch is captured for the number that "
         "holds at the capture",
         mend="unset the ramp-up, or start with graphs off and turn them on in a run that resumes after it",
@@ -359,12 +383,14 @@ RULES = (
         title="Transformer Engine's cross entropy in a full-iteration graph",
         layer="capture",
         severity="runtime",
-        when=lambda f, v: f["graph.full_iteration"]
-        and bool(f["cross_entropy_loss_fusion"])
-        and f["cross_entropy_fusion_impl"] == "te"
-        and not v.at_least("te", 2, 7),
+        when=lambda f, v: (
+            f["graph.full_iteration"]
+            and bool(f["cross_entropy_loss_fusion"])
+            and f["cross_entropy_fusion_impl"] == "te"
+            and not v.at_least("te", 2, 7)
+        ),
         message="cross_entropy_fusion_impl=te inside a full-iteration graph needs Transformer Engine 2.7",
-        mend="use Transformer Engine 2.7 or newer, or cross_entropy_fusion_impl=\"native\"",
+        mend='use Transformer Engine 2.7 or newer, or cross_entropy_fusion_impl="native"',
         fix=lambda f, v: {"cross_entropy_fusion_impl": "native"},
         why="Older versions read a value on the host inside the fused loss.",
         source="megatron/core/extensions/transformer_engine.py te_parallel_cross_entropy",
@@ -420,11 +446,13 @@ RULES = (
         layer="capture",
         severity="runtime",
         mcore=(16, None),
-        when=lambda f, v: "moe_preprocess" in f["graph.modules"]
-        and f["graph.active"]
-        and bool(f["moe_router_padding_for_quantization"])
-        and f["moe_token_dispatcher_type"] == "alltoall"
-        and not drop_and_pad(f),
+        when=lambda f, v: (
+            "moe_preprocess" in f["graph.modules"]
+            and f["graph.active"]
+            and bool(f["moe_router_padding_for_quantization"])
+            and f["moe_token_dispatcher_type"] == "alltoall"
+            and not drop_and_pad(f)
+        ),
         message="moe_router_padding_for_quantization with the alltoall dispatcher copies counts to the host inside moe_preprocess",
         mend="drop moe_preprocess from the scopes, or turn moe_router_padding_for_quantization off",
         fix=_without("moe_preprocess"),
@@ -443,7 +471,9 @@ RULES = (
             ),
         ),
         good=(
-            Example({**TE, **MOE, "cuda_graph_modules": ["moe_router"], "moe_router_padding_for_quantization": True}, NEW),
+            Example(
+                {**TE, **MOE, "cuda_graph_modules": ["moe_router"], "moe_router_padding_for_quantization": True}, NEW
+            ),
             Example(
                 {
                     **TE,
@@ -479,9 +509,7 @@ RULES = (
         good=(
             Example({**TE, **MOE, "cuda_graph_modules": ["attn", "moe_router"]}, NEW),
             Example({**FULL, **MOE, "moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True}, NEW),
-            Example(
-                {**TE, **MOE, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, NEW
-            ),
+            Example({**TE, **MOE, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, NEW),
         ),
     ),
     Rule(
@@ -544,10 +572,12 @@ RULES = (
         layer="capture",
         severity="runtime",
         mcore=(16, None),
-        when=lambda f, v: local_layers(f)
-        and bool(f["graph.modules"])
-        and not {"attn", "mlp"} & set(f["graph.modules"])
-        and plain_gpt(f),
+        when=lambda f, v: (
+            local_layers(f)
+            and bool(f["graph.modules"])
+            and not {"attn", "mlp"} & set(f["graph.modules"])
+            and plain_gpt(f)
+        ),
         message="the scopes {graph.modules} create no graph on plain layers with the local implementation",
         mend="use transformer_engine with these scopes; only hybrid models have the MoE layer that local graphs capture in part",
         fix=lambda f, v: {
@@ -566,11 +596,13 @@ RULES = (
         layer="capture",
         severity="warning",
         mcore=(16, None),
-        when=lambda f, v: local_layers(f)
-        and "attn" in f["graph.modules"]
-        and "mlp" not in f["graph.modules"]
-        and plain_gpt(f)
-        and (dense(f) or drop_and_pad(f)),
+        when=lambda f, v: (
+            local_layers(f)
+            and "attn" in f["graph.modules"]
+            and "mlp" not in f["graph.modules"]
+            and plain_gpt(f)
+            and (dense(f) or drop_and_pad(f))
+        ),
         message="the local implementation captures whole plain layers for the scope attn",
         mend="use transformer_engine for attention alone, or say what happens: an empty list of scopes",
         why="The manager of graphs wraps the layer, not its attention; memory and the parts that are captured are those of the "
@@ -586,19 +618,23 @@ RULES = (
         severity="runtime",
         frameworks=(LM, CORE),
         mcore=(17, None),
-        when=lambda f, v: local_layers(f)
-        and (
-            (f["graph.inference_scope"] == "block" and not f["graph.modules"])
-            if v.minor >= 18
-            else f["graph.modules"] == ("full_iteration_inference",)
+        when=lambda f, v: (
+            local_layers(f)
+            and (
+                (f["graph.inference_scope"] == "block" and not f["graph.modules"])
+                if v.minor >= 18
+                else f["graph.modules"] == ("full_iteration_inference",)
+            )
         ),
         message="graphs are asked for at inference alone (scopes {graph.modules}, inference scope {graph.inference_scope}): "
         "training is not captured",
-        mend="set inference_cuda_graph_scope=\"layer\" (0.17: the scope \"full\") to capture whole layers in training, or name "
+        mend='set inference_cuda_graph_scope="layer" (0.17: the scope "full") to capture whole layers in training, or name '
         "scopes",
-        fix=lambda f, v: {"cuda_graph_scope": []}
-        if v.minor == 17
-        else {"inference_cuda_graph_scope": "layer", **mends.scopes(f, v, ())},
+        fix=lambda f, v: (
+            {"cuda_graph_scope": []}
+            if v.minor == 17
+            else {"inference_cuda_graph_scope": "layer", **mends.scopes(f, v, ())}
+        ),
         why="With block, the enclosing block owns the graphs, and it makes them for inference only.",
         source=f"{LAYER} TransformerLayer.create_mcore_cudagraph_manager",
         bad=(
@@ -637,7 +673,10 @@ RULES = (
         source="megatron/core/distributed/param_and_grad_buffer.py _ParamAndGradBucketGroup.check_grads",
         upstream=("operation not permitted when stream is capturing",),
         bad=(Example({**FULL, "ddp.check_for_nan_in_grad": True}, NEW),),
-        good=(Example({**FULL, "ddp.check_for_nan_in_grad": False}, NEW), Example({"ddp.check_for_nan_in_grad": True}, NEW)),
+        good=(
+            Example({**FULL, "ddp.check_for_nan_in_grad": False}, NEW),
+            Example({"ddp.check_for_nan_in_grad": True}, NEW),
+        ),
     ),
     Rule(
         code="CG722",
@@ -678,10 +717,12 @@ RULES = (
         title="Parameter gather inside the optimizer step with full-iteration capture",
         layer="capture",
         severity="error",
-        when=lambda f, v: f["graph.full_iteration"]
-        and bool(
-            f["optimizer.overlap_param_gather_with_optimizer_step"]
-            or f["comm_overlap.overlap_param_gather_with_optimizer_step"]
+        when=lambda f, v: (
+            f["graph.full_iteration"]
+            and bool(
+                f["optimizer.overlap_param_gather_with_optimizer_step"]
+                or f["comm_overlap.overlap_param_gather_with_optimizer_step"]
+            )
         ),
         message="overlap_param_gather_with_optimizer_step starts communication outside the graph that the graph waits for",
         mend="turn overlap_param_gather_with_optimizer_step off; overlap_param_gather may stay",
@@ -704,8 +745,10 @@ RULES = (
         title="Optimizer graph with values read on the host",
         layer="capture",
         severity="error",
-        when=lambda f, v: bool(f["optimizer.optimizer_cuda_graph"])
-        and bool(f["optimizer.log_num_zeros_in_grad"] or f["fp16"] or f["optimizer.optimizer_cpu_offload"]),
+        when=lambda f, v: (
+            bool(f["optimizer.optimizer_cuda_graph"])
+            and bool(f["optimizer.log_num_zeros_in_grad"] or f["fp16"] or f["optimizer.optimizer_cpu_offload"])
+        ),
         message="the optimizer step is captured, and it reads values on the host (log_num_zeros_in_grad="
         "{optimizer.log_num_zeros_in_grad}, fp16={fp16}, optimizer_cpu_offload={optimizer.optimizer_cpu_offload})",
         mend="turn log_num_zeros_in_grad (and CPU offload) off, train in BF16, or keep the optimizer step eager",
@@ -743,10 +786,12 @@ RULES = (
         title="Megatron FSDP with captured parameters",
         layer="capture",
         severity="warning",
-        when=lambda f, v: f["graph.active"]
-        and bool(f["ddp.use_megatron_fsdp"])
-        and f["ddp.data_parallel_sharding_strategy"] == "optim_grads_params"
-        and not f["ddp.megatron_fsdp_cuda_graph_mode"],
+        when=lambda f, v: (
+            f["graph.active"]
+            and bool(f["ddp.use_megatron_fsdp"])
+            and f["ddp.data_parallel_sharding_strategy"] == "optim_grads_params"
+            and not f["ddp.megatron_fsdp_cuda_graph_mode"]
+        ),
         message="parameters are sharded ({ddp.data_parallel_sharding_strategy}) and gathered into other buffers at every step",
         mend="shard optimizer states and gradients only (optim or optim_grads), or from 0.19 set "
         "ddp.megatron_fsdp_cuda_graph_mode=True with fsdp_double_buffer; check with a smoke run",

@@ -37,7 +37,9 @@ def untag(value: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _prepared(mcore: str, te: str | None) -> tuple[Versions, dict[str, Any], frozenset[str], tuple[tuple[str, Condition], ...]]:
+def _prepared(
+    mcore: str, te: str | None
+) -> tuple[Versions, dict[str, Any], frozenset[str], tuple[tuple[str, Condition], ...]]:
     versions = Versions(mcore=parse(mcore), te=parse(te) if te else None)
     check_covered(versions.mcore)
     rules = tuple((rule.code, rule.when) for rule in config_rules(versions.minor))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from cudagraphs.rules.fields import FIELDS, GONE
@@ -198,7 +198,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def of_config(minor: int) -> dict[str, Any]:
     """Defaults of TransformerConfig in this minor version, `...` where the default is not a literal. Do not change it."""
     values = dict(ABSENT)
@@ -218,12 +218,14 @@ def of_config(minor: int) -> dict[str, Any]:
     return values
 
 
-@lru_cache(maxsize=None)
+@cache
 def field_names(minor: int) -> frozenset[str]:
     """The fields that TransformerConfig takes in this minor version."""
     minor = min(minor, NEWEST_MINOR)
     return frozenset(
-        name for name, steps in FIELDS.items() if [value for since, value in steps if since <= minor][-1:] not in ([], [GONE])
+        name
+        for name, steps in FIELDS.items()
+        if [value for since, value in steps if since <= minor][-1:] not in ([], [GONE])
     )
 
 

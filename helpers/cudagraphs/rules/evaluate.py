@@ -14,7 +14,7 @@ from typing import Any
 from cudagraphs.rules import defaults
 from cudagraphs.rules.base import AUTOMODEL, BRIDGE, Finding, GraphState, NeedsFact, NeedsSide, Open, Rule
 from cudagraphs.rules.normalize import normalize
-from cudagraphs.settings import Branch, Choice, Known, Settings, Source, Unknown
+from cudagraphs.settings import Branch, Choice, Known, Settings, Source
 
 # A rule that is run more often than this to decide on branches and unknown facts is reported as undetermined.
 MAX_RUNS = 200
@@ -285,7 +285,7 @@ def fill(template: str, facts: Mapping[str, Any]) -> str:
         return template
     import re
 
-    def value(match: "re.Match[str]") -> str:
+    def value(match: re.Match[str]) -> str:
         try:
             return show(facts[match.group(1)])
         except (Open, KeyError):
@@ -316,5 +316,11 @@ def graph_state(settings: Settings) -> GraphState:
         return first
     by_world = tuple((when_text([leaf], len(leaves)), found) for leaf, found in zip(leaves, states))
     return GraphState(
-        first.impl, first.modules, first.inference_scope, first.full_iteration, first.whole_layer, by_world, first.unknown
+        first.impl,
+        first.modules,
+        first.inference_scope,
+        first.full_iteration,
+        first.whole_layer,
+        by_world,
+        first.unknown,
     )

@@ -131,4 +131,3 @@ def fewest_changes(facts: Facts, versions: Versions, rules: Iterable[Rule]) -> O
 def narrower(rules_of: Callable[[int], Iterable[Rule]]) -> Callable[[Facts, Versions], Overrides]:
     """The fix that keeps as many scopes as the rules of the version accept."""
     return lambda facts, versions: fewest_changes(facts, versions, rules_of(versions.minor))
-

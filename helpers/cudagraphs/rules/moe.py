@@ -100,9 +100,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: "moe_preprocess" in f["graph.modules"]
-        and "moe_router" not in f["graph.modules"]
-        and layerwise(f, v),
+        when=lambda f, v: (
+            "moe_preprocess" in f["graph.modules"] and "moe_router" not in f["graph.modules"] and layerwise(f, v)
+        ),
         message="moe_preprocess is captured only together with moe_router",
         mend="add moe_router to the scopes, or drop moe_preprocess",
         fix=narrower,
@@ -122,7 +122,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: ("moe" in f["graph.modules"] or "moe_router" in f["graph.modules"]) and layerwise(f, v) and dense(f),
+        when=lambda f, v: (
+            ("moe" in f["graph.modules"] or "moe_router" in f["graph.modules"]) and layerwise(f, v) and dense(f)
+        ),
         message="the scopes {graph.modules} name parts of an MoE layer, and num_moe_experts is {num_moe_experts}",
         mend="drop moe, moe_router and moe_preprocess; a dense model has attn and mlp",
         fix=narrower,
@@ -213,10 +215,13 @@ RULES = (
                 TE_19,
             ),
             Example(
-                {**MOE, "cuda_graph_modules": ["moe_router", "moe_preprocess"], "moe_router_padding_for_fp8": True}, TE_19
+                {**MOE, "cuda_graph_modules": ["moe_router", "moe_preprocess"], "moe_router_padding_for_fp8": True},
+                TE_19,
             ),
         ),
-        good=(Example({**MOE, "cuda_graph_modules": ["attn", "moe_router"], "moe_expert_capacity_factor": 1.25}, TE_19),),
+        good=(
+            Example({**MOE, "cuda_graph_modules": ["attn", "moe_router"], "moe_expert_capacity_factor": 1.25}, TE_19),
+        ),
     ),
     Rule(
         code="CG107",
@@ -226,7 +231,7 @@ RULES = (
         mcore=(16, 17),
         when=lambda f, v: f["graph.impl"] == "transformer_engine" and "full_iteration" in f["graph.modules"],
         message="full_iteration is a scope of the local implementation, and cuda_graph_impl is transformer_engine",
-        mend="set cuda_graph_impl=\"local\" with the scope full_iteration alone",
+        mend='set cuda_graph_impl="local" with the scope full_iteration alone',
         fix=mends.full_iteration,
         why="Transformer Engine captures layers; the whole iteration is captured by megatron-core itself.",
         source=CONFIG,
@@ -240,10 +245,12 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(17, 17),
-        when=lambda f, v: f["cuda_graph_impl"] == "local"
-        and f["transformer_impl"] == "inference_optimized"
-        and f["num_moe_experts"] is not None
-        and bool(f["gated_linear_unit"]),
+        when=lambda f, v: (
+            f["cuda_graph_impl"] == "local"
+            and f["transformer_impl"] == "inference_optimized"
+            and f["num_moe_experts"] is not None
+            and bool(f["gated_linear_unit"])
+        ),
         message="transformer_impl=inference_optimized with gated experts has no local CUDA graphs",
         mend="turn graphs off, or use an activation without a gate",
         fix=mends.off,
@@ -270,12 +277,14 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(17, 17),
-        when=lambda f, v: f["cuda_graph_impl"] == "local"
-        and f["transformer_impl"] == "inference_optimized"
-        and f["num_moe_experts"] is not None
-        and f["inference_grouped_gemm_backend"] == "te",
+        when=lambda f, v: (
+            f["cuda_graph_impl"] == "local"
+            and f["transformer_impl"] == "inference_optimized"
+            and f["num_moe_experts"] is not None
+            and f["inference_grouped_gemm_backend"] == "te"
+        ),
         message="inference_grouped_gemm_backend=te does not go with local CUDA graphs",
-        mend="set inference_grouped_gemm_backend=\"torch\" (or auto), or turn graphs off",
+        mend='set inference_grouped_gemm_backend="torch" (or auto), or turn graphs off',
         fix=mends.off,
         why="TE's grouped GEMM reads the sizes of the groups on the host.",
         source=CONFIG,

@@ -49,7 +49,9 @@ def nearest(name: str, choices: tuple[str, ...]) -> str | None:
 
 def _rename_scopes(f: Facts, v: Versions) -> dict[str, Any]:
     """Keep the names that the version knows or that are close to one; graphs off where nothing is left."""
-    choices = (*scope_names(v.minor), "full_iteration", "full_iteration_inference") if v.minor >= 18 else scope_names(v.minor)
+    choices = (
+        (*scope_names(v.minor), "full_iteration", "full_iteration_inference") if v.minor >= 18 else scope_names(v.minor)
+    )
     meant = [nearest(name, choices) for name in _names(f[_field(f, v)]) if name != "full"]
     names = list(dict.fromkeys(name for name in meant if name))
     return mends.scopes(f, v, names) if names else mends.off(f, v)
@@ -121,7 +123,7 @@ RULES = (
         mend="also set cuda_graph_scope to None; it is often set by a base recipe",
         fix=lambda f, v: {"cuda_graph_scope": None},
         why="From 0.18 cuda_graph_scope is only the old name of cuda_graph_modules. A base recipe that sets the old name "
-        "(often to \"full\") and a recipe on top that sets the new one make a configuration that upstream rejects.",
+        '(often to "full") and a recipe on top that sets the new one make a configuration that upstream rejects.',
         source=CONFIG,
         upstream=("cuda_graph_scope and cuda_graph_modules cannot be set together.",),
         bad=(
@@ -139,15 +141,15 @@ RULES = (
     ),
     Rule(
         code="CG004",
-        title="\"full\" together with other scopes",
+        title='"full" together with other scopes',
         layer="config",
         severity="error",
         mcore=(16, None),
         when=noted("CG004"),
-        message="\"full\" stands beside other scopes",
-        mend="remove \"full\": keep the other names, or give an empty list for the whole layer",
+        message='"full" stands beside other scopes',
+        mend='remove "full": keep the other names, or give an empty list for the whole layer',
         fix=_without_full,
-        why="\"full\" is the old name for the whole layer, so nothing can stand beside it.",
+        why='"full" is the old name for the whole layer, so nothing can stand beside it.',
         source=f"{CONFIG} (0.16, 0.17); {GRAPH_CONFIG} normalize_cuda_graph_modules (0.18+)",
         upstream=("full scope cannot be used with other scopes.",),
         bad=(
@@ -167,7 +169,7 @@ RULES = (
         mend="use names of the version (attn, mlp, moe, moe_router, moe_preprocess, mamba), without spaces after commas",
         fix=_rename_scopes,
         why="Upstream looks each name up in an enum and stops with a bare KeyError. A comma-separated string keeps its spaces, "
-        "so \"attn, mlp\" asks for a scope named \" mlp\"; up to 0.17 an empty string asks for a scope with no name.",
+        'so "attn, mlp" asks for a scope named " mlp"; up to 0.17 an empty string asks for a scope with no name.',
         source=f"{CONFIG} (0.16, 0.17); {GRAPH_CONFIG} normalize_cuda_graph_modules (0.18+)",
         upstream=("KeyError",),
         bad=(
@@ -184,12 +186,16 @@ RULES = (
         mcore=(16, None),
         when=noted("CG006"),
         message="the scopes are not a string or a list of names: scope {cuda_graph_scope}, modules {cuda_graph_modules}",
-        mend="give a list of plain names, for example [\"attn\"]",
+        mend='give a list of plain names, for example ["attn"]',
         fix=_rename_scopes,
         why="Up to 0.17 the list must hold strings only or CudaGraphScope members only. From 0.18 strings and CudaGraphModule "
         "members may be mixed, but members of the old CudaGraphScope are refused inside cuda_graph_modules.",
         source=f"{CONFIG} (0.16, 0.17); {GRAPH_CONFIG} normalize_cuda_graph_modules (0.18+)",
-        upstream=("must be a list of CudaGraph", "must be strings or CudaGraphModule enums", "must be a string that can be"),
+        upstream=(
+            "must be a list of CudaGraph",
+            "must be strings or CudaGraphModule enums",
+            "must be a string that can be",
+        ),
         bad=(
             Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": 3}, {"mcore": "0.17"}),
             Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", 2]}, {"mcore": "0.19"}),
@@ -204,8 +210,8 @@ RULES = (
         mcore=(18, None),
         when=noted("CG007"),
         message="full_iteration and full_iteration_inference both stand among the scopes",
-        mend="set cuda_graph_impl=\"full_iteration\" for training, or the local implementation with "
-        "inference_cuda_graph_scope=\"block\" for inference",
+        mend='set cuda_graph_impl="full_iteration" for training, or the local implementation with '
+        'inference_cuda_graph_scope="block" for inference',
         fix=lambda f, v: _without(f, v, "full_iteration_inference"),
         why="Each of the two names is migrated to other fields, and the two results exclude each other.",
         source=f"{GRAPH_CONFIG} validate_deprecated_cuda_graph_modules_migration_inputs",
@@ -226,14 +232,16 @@ RULES = (
         mcore=(18, None),
         when=noted("CG008"),
         message="the scope full_iteration does not go with cuda_graph_impl={cuda_graph_impl}",
-        mend="set cuda_graph_impl=\"full_iteration\" and empty the scopes; or drop full_iteration from the scopes",
+        mend='set cuda_graph_impl="full_iteration" and empty the scopes; or drop full_iteration from the scopes',
         fix=mends.full_iteration,
-        why="From 0.18 the scope full_iteration is migrated to cuda_graph_impl=\"full_iteration\"; that is refused where "
+        why='From 0.18 the scope full_iteration is migrated to cuda_graph_impl="full_iteration"; that is refused where '
         "Transformer Engine is asked for at the same time.",
         source=f"{GRAPH_CONFIG} validate_deprecated_cuda_graph_modules_migration_inputs",
         upstream=("cuda_graph_modules='full_iteration' cannot be combined with cuda_graph_impl=",),
         bad=(
-            Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["full_iteration"]}, {"mcore": "0.19"}),
+            Example(
+                {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["full_iteration"]}, {"mcore": "0.19"}
+            ),
         ),
         good=(Example({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, {"mcore": "0.19"}),),
     ),
@@ -270,9 +278,9 @@ RULES = (
         mcore=(18, None),
         when=noted("CG010"),
         message="the scope full_iteration_inference does not go with cuda_graph_impl={cuda_graph_impl}",
-        mend="drop full_iteration_inference from the scopes; inference graphs need cuda_graph_impl=\"local\"",
+        mend='drop full_iteration_inference from the scopes; inference graphs need cuda_graph_impl="local"',
         fix=lambda f, v: _without(f, v, "full_iteration_inference"),
-        why="The name is migrated to inference_cuda_graph_scope=\"block\", which only the local implementation has.",
+        why='The name is migrated to inference_cuda_graph_scope="block", which only the local implementation has.',
         source=f"{GRAPH_CONFIG} validate_deprecated_cuda_graph_modules_migration_inputs",
         upstream=("cuda_graph_modules='full_iteration_inference' cannot be combined with cuda_graph_impl=",),
         bad=(
@@ -281,7 +289,11 @@ RULES = (
                 {"mcore": "0.18"},
             ),
         ),
-        good=(Example({"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration_inference"]}, {"mcore": "0.18"}),),
+        good=(
+            Example(
+                {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration_inference"]}, {"mcore": "0.18"}
+            ),
+        ),
     ),
     Rule(
         code="CG011",
@@ -292,12 +304,12 @@ RULES = (
         when=noted("CG011"),
         message="the scope full_iteration_inference does not go with "
         "inference_cuda_graph_scope={inference_cuda_graph_scope}",
-        mend="drop the old name from the scopes and set inference_cuda_graph_scope=\"block\" with the local implementation",
+        mend='drop the old name from the scopes and set inference_cuda_graph_scope="block" with the local implementation',
         fix=lambda f, v: {
             **_without(f, v, "full_iteration_inference"),
             "inference_cuda_graph_scope": "block" if f["graph.impl"] == "local" else None,
         },
-        why="The name means inference_cuda_graph_scope=\"block\"; another value beside it contradicts it.",
+        why='The name means inference_cuda_graph_scope="block"; another value beside it contradicts it.',
         source=f"{GRAPH_CONFIG} validate_deprecated_cuda_graph_modules_migration_inputs",
         upstream=("cuda_graph_modules='full_iteration_inference' cannot be combined with inference_cuda_graph_scope=",),
         bad=(
@@ -371,7 +383,9 @@ RULES = (
         source=f"{CONFIG}; {GRAPH_CONFIG} ALLOWED_INFERENCE_SCOPES",
         upstream=("Invalid inference CUDA graph scope",),
         bad=(
-            Example({"cuda_graph_impl": "transformer_engine", "inference_cuda_graph_scope": "block"}, {"mcore": "0.19"}),
+            Example(
+                {"cuda_graph_impl": "transformer_engine", "inference_cuda_graph_scope": "block"}, {"mcore": "0.19"}
+            ),
             Example({"cuda_graph_impl": "local", "inference_cuda_graph_scope": "none"}, {"mcore": "0.18"}),
         ),
         good=(Example({"cuda_graph_impl": "local", "inference_cuda_graph_scope": "layer"}, {"mcore": "0.19"}),),
@@ -388,7 +402,7 @@ RULES = (
         fix=lambda f, v: {"cuda_graph_impl": "full_iteration", **mends.scopes(f, v, ())},
         why="The whole iteration is one graph, so there is nothing to choose inside it.",
         source=CONFIG,
-        upstream=("cuda_graph_modules must be empty when cuda_graph_impl=\"full_iteration\"",),
+        upstream=('cuda_graph_modules must be empty when cuda_graph_impl="full_iteration"',),
         bad=(Example({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["attn"]}, {"mcore": "0.19"}),),
         good=(Example({"cuda_graph_impl": "full_iteration"}, {"mcore": "0.19"}),),
     ),

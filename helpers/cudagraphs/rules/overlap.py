@@ -60,9 +60,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: bool(f["delay_wgrad_compute"])
-        and f["graph.impl"] == "transformer_engine"
-        and not v.at_least("te", 2, 10),
+        when=lambda f, v: (
+            bool(f["delay_wgrad_compute"]) and f["graph.impl"] == "transformer_engine" and not v.at_least("te", 2, 10)
+        ),
         message="delay_wgrad_compute with Transformer Engine graphs needs Transformer Engine 2.10",
         mend="use Transformer Engine 2.10 or newer, or turn delay_wgrad_compute off, or turn graphs off",
         fix=lambda f, v: {"delay_wgrad_compute": False},
@@ -72,12 +72,14 @@ RULES = (
         upstream=("TE version >= 2.10.0 is required for delay_wgrad_compute with partial cuda graph",),
         bad=(
             Example(
-                {**EP_OVERLAP, "delay_wgrad_compute": True, "cuda_graph_modules": ["attn"]}, {"mcore": "0.19", "te": "2.9"}
+                {**EP_OVERLAP, "delay_wgrad_compute": True, "cuda_graph_modules": ["attn"]},
+                {"mcore": "0.19", "te": "2.9"},
             ),
         ),
         good=(
             Example(
-                {**EP_OVERLAP, "delay_wgrad_compute": True, "cuda_graph_modules": ["attn"]}, {"mcore": "0.19", "te": "2.10"}
+                {**EP_OVERLAP, "delay_wgrad_compute": True, "cuda_graph_modules": ["attn"]},
+                {"mcore": "0.19", "te": "2.10"},
             ),
         ),
     ),

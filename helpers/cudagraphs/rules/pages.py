@@ -112,7 +112,11 @@ def _fix(rule: Rule) -> str:
     values = fix_of(rule, example)
     if not values:
         return "No mechanical mend for every case.\n"
-    how = "safe, applied by `--fix`" if rule.safe else "changes what is computed or needs more memory, so `--fix` leaves it"
+    how = (
+        "safe, applied by `--fix`"
+        if rule.safe
+        else "changes what is computed or needs more memory, so `--fix` leaves it"
+    )
     lines = "\n".join(f"{_prefix(example, name)}{name} = {value!r}" for name, value in values.items())
     return f"Mechanical mend of the first example ({how}):\n\n```python\n{lines}\n```\n"
 

@@ -35,7 +35,10 @@ RULES = (
         fix=lambda f, v: {"torch.optimizer_capturable": True, "torch.lr_is_tensor": True},
         why="Without capturable the optimizer keeps its step count on the host and reads it; under capture it raises.",
         source="torch/optim/adamw.py and its kin; Lightning#18501",
-        upstream=("Attempting CUDA graph capture of step() for an instance of", "this instance was constructed with capturable=False"),
+        upstream=(
+            "Attempting CUDA graph capture of step() for an instance of",
+            "this instance was constructed with capturable=False",
+        ),
         bad=(Example({**WHOLE, "torch.optimizer": "AdamW", "torch.optimizer_in_graph": True}),),
         good=(
             Example(
@@ -56,9 +59,11 @@ RULES = (
         layer="capture",
         severity="runtime",
         frameworks=(PYTORCH, DEEPSPEED),
-        when=lambda f, v: bool(f["torch.optimizer_in_graph"])
-        and bool(f["torch.optimizer_capturable"])
-        and not f["torch.lr_is_tensor"],
+        when=lambda f, v: (
+            bool(f["torch.optimizer_in_graph"])
+            and bool(f["torch.optimizer_capturable"])
+            and not f["torch.lr_is_tensor"]
+        ),
         message="the optimizer is stepped inside a graph with a learning rate that is a Python number",
         mend="give the learning rate as a device tensor, and let the scheduler write into it in place",
         fix=lambda f, v: {"torch.lr_is_tensor": True},
@@ -67,7 +72,12 @@ RULES = (
         bad=(Example({**WHOLE, "torch.optimizer_in_graph": True, "torch.optimizer_capturable": True}),),
         good=(
             Example(
-                {**WHOLE, "torch.optimizer_in_graph": True, "torch.optimizer_capturable": True, "torch.lr_is_tensor": True}
+                {
+                    **WHOLE,
+                    "torch.optimizer_in_graph": True,
+                    "torch.optimizer_capturable": True,
+                    "torch.lr_is_tensor": True,
+                }
             ),
         ),
     ),
@@ -125,9 +135,11 @@ RULES = (
         layer="capture",
         severity="runtime",
         frameworks=(PYTORCH, DEEPSPEED, TE),
-        when=lambda f, v: capturing(f)
-        and bool(f["torch.checkpoint_in_graph"])
-        and f["torch.checkpoint_preserve_rng_state"] is not False,
+        when=lambda f, v: (
+            capturing(f)
+            and bool(f["torch.checkpoint_in_graph"])
+            and f["torch.checkpoint_preserve_rng_state"] is not False
+        ),
         message="activation checkpointing inside what is captured, with preserve_rng_state left on",
         mend="pass preserve_rng_state=False (with dropout 0), or checkpoint outside the graph",
         fix=lambda f, v: {"torch.checkpoint_preserve_rng_state": False},
@@ -199,7 +211,9 @@ RULES = (
         layer="reported",
         severity="warning",
         frameworks=(TE, PYTORCH),
-        when=lambda f, v: f["torch.capture"] == "partial" and f["torch.gradient_accumulation"] > 1 and not f["torch.grads_cloned"],
+        when=lambda f, v: (
+            f["torch.capture"] == "partial" and f["torch.gradient_accumulation"] > 1 and not f["torch.grads_cloned"]
+        ),
         message="gradients of {torch.gradient_accumulation} microbatches are accumulated from buffers that the graph reuses",
         mend="compare two or more microbatches a step with eager; clone the returned gradients, or accumulate in the backward",
         why="A graphed backward returns the same buffers in every replay. Where the first microbatch's gradient is taken over "
@@ -214,9 +228,11 @@ RULES = (
         layer="capture",
         severity="error",
         frameworks=(PYTORCH, TE, DEEPSPEED),
-        when=lambda f, v: f["torch.capture"] == "partial"
-        and f["torch.microbatches_in_flight"] > 1
-        and not f["torch.graph_per_microbatch"],
+        when=lambda f, v: (
+            f["torch.capture"] == "partial"
+            and f["torch.microbatches_in_flight"] > 1
+            and not f["torch.graph_per_microbatch"]
+        ),
         message="{torch.microbatches_in_flight} microbatches are in flight between forward and backward, and each module has one "
         "graph",
         mend="capture one graph a microbatch in flight (Transformer Engine's make_graphed_callables takes the schedule as _order), "
@@ -236,9 +252,11 @@ RULES = (
         layer="capture",
         severity="runtime",
         frameworks=(PYTORCH, TE),
-        when=lambda f, v: capturing(f)
-        and f["torch.model_device"] is not None
-        and f["torch.model_device"] != f["torch.current_device"],
+        when=lambda f, v: (
+            capturing(f)
+            and f["torch.model_device"] is not None
+            and f["torch.model_device"] != f["torch.current_device"]
+        ),
         message="the model lies on device {torch.model_device}, and device {torch.current_device} is current",
         mend="call torch.cuda.set_device(...) before warm-up and capture, and make the streams on that device",
         fix=lambda f, v: {"torch.current_device": f["torch.model_device"]},

@@ -64,7 +64,12 @@ def _any_recompute(f: Facts, v: Versions) -> bool:
 def _recompute_fix(f: Facts, v: Versions) -> dict[str, Any]:
     """In 0.15 TE's attn scope allows selective recompute of what lies outside attention."""
     outside = not {"core_attn", "mla_up_proj"} & set(f["recompute.modules"])
-    if v.minor == 15 and f["graph.impl"] == "transformer_engine" and f["recompute.granularity"] == "selective" and outside:
+    if (
+        v.minor == 15
+        and f["graph.impl"] == "transformer_engine"
+        and f["recompute.granularity"] == "selective"
+        and outside
+    ):
         return mends.scopes(f, v, ("attn",))
     return mends.off(f, v)
 
@@ -76,7 +81,11 @@ def _full_recompute(f: Facts, v: Versions) -> bool:
 
 
 def _offload_impl(f: Facts, v: Versions) -> bool:
-    if not f["fine_grained_activation_offloading"] or f["graph.impl"] in ("none", "transformer_engine", "full_iteration"):
+    if not f["fine_grained_activation_offloading"] or f["graph.impl"] in (
+        "none",
+        "transformer_engine",
+        "full_iteration",
+    ):
         return False
     if v.minor >= 19:
         modules = offload_modules(f)
@@ -117,11 +126,15 @@ RULES = (
         upstream=("CUDA graphs not supported with CPU offloading.",),
         bad=(
             Example({**TE, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, NEW),
-            Example({"enable_cuda_graph": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"mcore": "0.13"}),
+            Example(
+                {"enable_cuda_graph": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"mcore": "0.13"}
+            ),
         ),
         good=(
             Example({**FULL, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"mcore": "0.18"}),
-            Example({"external_cuda_graph": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"mcore": "0.14"}),
+            Example(
+                {"external_cuda_graph": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"mcore": "0.14"}
+            ),
         ),
     ),
     Rule(
@@ -133,16 +146,21 @@ RULES = (
         when=_any_recompute,
         message="recompute_granularity={recompute.granularity} does not go with graphs in this version",
         mend="turn recompute off or turn graphs off; 0.15 allows selective recompute with transformer_engine and the scope "
-        "\"attn\" written as a plain string; newer versions allow more",
+        '"attn" written as a plain string; newer versions allow more',
         fix=_recompute_fix,
         why="Up to 0.14 enable_cuda_graph excludes every recompute. 0.15 lets one combination through and compares the scope "
-        "with the string \"attn\", so a list with that one name fails too.",
+        'with the string "attn", so a list with that one name fails too.',
         source=CONFIG,
         upstream=("CUDA graphs not supported with activation recomputation.",),
         bad=(
             Example({"cuda_graph_impl": "local", "recompute_granularity": "selective"}, {"mcore": "0.15"}),
             Example(
-                {**TE, "cuda_graph_scope": ["attn"], "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+                {
+                    **TE,
+                    "cuda_graph_scope": ["attn"],
+                    "recompute_granularity": "selective",
+                    "recompute_modules": ["mlp"],
+                },
                 {"mcore": "0.15"},
             ),
             Example({"enable_cuda_graph": True, "recompute_granularity": "selective"}, {"mcore": "0.14"}),
@@ -160,9 +178,11 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(15, 15),
-        when=lambda f, v: f["graph.impl"] == "transformer_engine"
-        and f["cuda_graph_scope"] == "attn"
-        and (recomputed(f, "core_attn") or recomputed(f, "mla_up_proj")),
+        when=lambda f, v: (
+            f["graph.impl"] == "transformer_engine"
+            and f["cuda_graph_scope"] == "attn"
+            and (recomputed(f, "core_attn") or recomputed(f, "mla_up_proj"))
+        ),
         message="attention is captured, and the recomputed modules {recompute.modules} lie inside it",
         mend="take core_attn and mla_up_proj out of recompute_modules (unset means core_attn), or turn graphs off",
         fix=mends.off,
@@ -194,12 +214,17 @@ RULES = (
         upstream=("full recompute is only supported with full iteration CUDA graph.",),
         bad=(
             Example({**TE, **FULL_RECOMPUTE, "cuda_graph_modules": ["mlp"]}, NEW),
-            Example({"cuda_graph_impl": "local", **FULL_RECOMPUTE, "cuda_graph_scope": ["full_iteration", "attn"]},
-                    {"mcore": "0.17"}),
+            Example(
+                {"cuda_graph_impl": "local", **FULL_RECOMPUTE, "cuda_graph_scope": ["full_iteration", "attn"]},
+                {"mcore": "0.17"},
+            ),
         ),
         good=(
             Example({**FULL, **FULL_RECOMPUTE}, NEW),
-            Example({"cuda_graph_impl": "local", **FULL_RECOMPUTE, "cuda_graph_scope": ["full_iteration"]}, {"mcore": "0.17"}),
+            Example(
+                {"cuda_graph_impl": "local", **FULL_RECOMPUTE, "cuda_graph_scope": ["full_iteration"]},
+                {"mcore": "0.17"},
+            ),
         ),
     ),
     Rule(
@@ -208,9 +233,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: f["graph.impl"] == "transformer_engine"
-        and "moe_router" in f["graph.modules"]
-        and recomputed(f, "moe"),
+        when=lambda f, v: (
+            f["graph.impl"] == "transformer_engine" and "moe_router" in f["graph.modules"] and recomputed(f, "moe")
+        ),
         message="the whole MoE layer is recomputed, and its router is captured by Transformer Engine",
         mend="drop moe_router and moe_preprocess from the scopes, or take moe out of recompute_modules (moe_act may stay)",
         fix=narrower,
@@ -248,10 +273,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: f["graph.active"]
-        and recomputed(f, "core_attn")
-        and captured(f, "attn")
-        and f["attention_dropout"] != 0.0,
+        when=lambda f, v: (
+            f["graph.active"] and recomputed(f, "core_attn") and captured(f, "attn") and f["attention_dropout"] != 0.0
+        ),
         message="attention is captured, core_attn is recomputed (the default of recompute_modules), and attention_dropout is "
         "{attention_dropout}",
         mend="set attention_dropout to 0, or drop attn from the scopes, or recompute other modules; Transformer Engine's fused "
@@ -264,7 +288,8 @@ RULES = (
         bad=(Example({**TE, "cuda_graph_modules": ["attn"], "recompute_granularity": "selective"}, NEW),),
         good=(
             Example(
-                {**TE, "cuda_graph_modules": ["attn"], "recompute_granularity": "selective", "attention_dropout": 0.0}, NEW
+                {**TE, "cuda_graph_modules": ["attn"], "recompute_granularity": "selective", "attention_dropout": 0.0},
+                NEW,
             ),
             Example({**TE, "cuda_graph_modules": ["mlp"], "recompute_granularity": "selective"}, NEW),
         ),
@@ -275,9 +300,11 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: f["graph.active"]
-        and ((recomputed(f, "mlp") and captured(f, "mlp")) or (recomputed(f, "moe") and captured(f, "moe")))
-        and f["hidden_dropout"] != 0.0,
+        when=lambda f, v: (
+            f["graph.active"]
+            and ((recomputed(f, "mlp") and captured(f, "mlp")) or (recomputed(f, "moe") and captured(f, "moe")))
+            and f["hidden_dropout"] != 0.0
+        ),
         message="a captured MLP or MoE layer is recomputed, and hidden_dropout is {hidden_dropout}",
         mend="set hidden_dropout to 0, or drop the recomputed module from the scopes, or from recompute_modules",
         fix=narrower,
@@ -315,10 +342,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(16, None),
-        when=lambda f, v: f["graph.active"]
-        and recomputed(f, "moe")
-        and captured(f, "moe")
-        and f["moe_input_jitter_eps"] is not None,
+        when=lambda f, v: (
+            f["graph.active"] and recomputed(f, "moe") and captured(f, "moe") and f["moe_input_jitter_eps"] is not None
+        ),
         message="a captured MoE layer is recomputed, and moe_input_jitter_eps is {moe_input_jitter_eps}",
         mend="unset moe_input_jitter_eps, or take moe out of recompute_modules",
         fix=narrower,
@@ -359,13 +385,15 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(19, None),
-        when=lambda f, v: f["graph.impl"] == "local"
-        and recomputed(f, "shared_experts")
-        and f["gtp_weight_remat_size"] > 1
-        and (captured(f, "moe") or "moe_router" in f["graph.modules"])
-        and (f["fp8"] is not None or f["fp4"] is not None)
-        and f["moe_shared_expert_intermediate_size"] is not None
-        and not f["moe_shared_expert_overlap"],
+        when=lambda f, v: (
+            f["graph.impl"] == "local"
+            and recomputed(f, "shared_experts")
+            and f["gtp_weight_remat_size"] > 1
+            and (captured(f, "moe") or "moe_router" in f["graph.modules"])
+            and (f["fp8"] is not None or f["fp4"] is not None)
+            and f["moe_shared_expert_intermediate_size"] is not None
+            and not f["moe_shared_expert_overlap"]
+        ),
         message="shared experts are captured by local graphs and recomputed under FP8 or FP4, with gtp_weight_remat_size="
         "{gtp_weight_remat_size}",
         mend="take shared_experts out of recompute_modules, or use full-iteration capture",
@@ -417,11 +445,24 @@ RULES = (
         why="Offloading has to know the order in which graphs are replayed; only Transformer Engine's graphs and full-iteration "
         "capture tell it, and from 0.19 the local implementation where the offloaded part runs outside its graphs.",
         source=CONFIG,
-        upstream=("fine-grained activation offloading is only supported with transformer_engine CUDA graph implementation",),
-        bad=(Example({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"], **OFFLOAD,
-                      "offload_modules": ["core_attn"]}, {"mcore": "0.18"}),),
+        upstream=(
+            "fine-grained activation offloading is only supported with transformer_engine CUDA graph implementation",
+        ),
+        bad=(
+            Example(
+                {
+                    "cuda_graph_impl": "local",
+                    "cuda_graph_modules": ["attn"],
+                    **OFFLOAD,
+                    "offload_modules": ["core_attn"],
+                },
+                {"mcore": "0.18"},
+            ),
+        ),
         good=(
-            Example({**TE, "cuda_graph_modules": ["attn"], **OFFLOAD, "offload_modules": ["core_attn"]}, {"mcore": "0.18"}),
+            Example(
+                {**TE, "cuda_graph_modules": ["attn"], **OFFLOAD, "offload_modules": ["core_attn"]}, {"mcore": "0.18"}
+            ),
             Example(
                 {
                     **MOE,
@@ -440,9 +481,11 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(19, None),
-        when=lambda f, v: f["graph.impl"] == "local"
-        and bool(f["fine_grained_activation_offloading"])
-        and bool(offload_modules(f) - set(LOCAL_OFFLOAD)),
+        when=lambda f, v: (
+            f["graph.impl"] == "local"
+            and bool(f["fine_grained_activation_offloading"])
+            and bool(offload_modules(f) - set(LOCAL_OFFLOAD))
+        ),
         message="offload_modules {offload_modules} name more than expert_fc1, moe_act and fused_group_mlp",
         mend="use transformer_engine with the same scopes, or offload only expert_fc1, moe_act or fused_group_mlp",
         fix=_local_offload_fix,
@@ -480,9 +523,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(19, None),
-        when=lambda f, v: f["graph.impl"] == "local"
-        and bool(f["fine_grained_activation_offloading"])
-        and not f["graph.modules"],
+        when=lambda f, v: (
+            f["graph.impl"] == "local" and bool(f["fine_grained_activation_offloading"]) and not f["graph.modules"]
+        ),
         message="fine_grained_activation_offloading does not go with local graphs of whole layers",
         mend="name scopes that leave the offloaded part out (attn, moe_router), or use transformer_engine",
         fix=_local_offload_fix,
@@ -509,9 +552,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(18, None),
-        when=lambda f, v: "moe" in f["graph.modules"]
-        and f["graph.active"]
-        and bool(f["fine_grained_activation_offloading"]),
+        when=lambda f, v: (
+            "moe" in f["graph.modules"] and f["graph.active"] and bool(f["fine_grained_activation_offloading"])
+        ),
         message="the whole MoE layer is captured while activations are offloaded",
         mend="drop moe from the scopes, or turn fine_grained_activation_offloading off",
         fix=narrower,
@@ -519,7 +562,10 @@ RULES = (
         source=CONFIG,
         upstream=("Token-drop MoE is temporarily not supported with activation offloading.",),
         bad=(
-            Example({**MOE, **PADDED, "cuda_graph_modules": ["attn", "moe"], **OFFLOAD, "offload_modules": ["core_attn"]}, NEW),
+            Example(
+                {**MOE, **PADDED, "cuda_graph_modules": ["attn", "moe"], **OFFLOAD, "offload_modules": ["core_attn"]},
+                NEW,
+            ),
         ),
         good=(Example({**MOE, "cuda_graph_modules": ["attn"], **OFFLOAD, "offload_modules": ["core_attn"]}, NEW),),
     ),
@@ -529,9 +575,9 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(18, None),
-        when=lambda f, v: f["graph.active"]
-        and bool(f["fine_grained_activation_offloading"])
-        and f["cuda_graph_warmup_steps"] <= 0,
+        when=lambda f, v: (
+            f["graph.active"] and bool(f["fine_grained_activation_offloading"]) and f["cuda_graph_warmup_steps"] <= 0
+        ),
         message="cuda_graph_warmup_steps is {cuda_graph_warmup_steps}, and offloading must see an eager step first",
         mend="set cuda_graph_warmup_steps to 1 or more (3 is the default)",
         fix=lambda f, v: {"cuda_graph_warmup_steps": 3},
@@ -558,11 +604,13 @@ RULES = (
         layer="config",
         severity="error",
         mcore=(18, None),
-        when=lambda f, v: f["graph.full_iteration"]
-        and bool(f["fine_grained_activation_offloading"])
-        and (
-            f["fine_grained_offloading_max_inflight_offloads"] is None
-            or f["fine_grained_offloading_max_inflight_offloads"] < 0
+        when=lambda f, v: (
+            f["graph.full_iteration"]
+            and bool(f["fine_grained_activation_offloading"])
+            and (
+                f["fine_grained_offloading_max_inflight_offloads"] is None
+                or f["fine_grained_offloading_max_inflight_offloads"] < 0
+            )
         ),
         message="fine_grained_offloading_max_inflight_offloads is {fine_grained_offloading_max_inflight_offloads}",
         mend="set fine_grained_offloading_max_inflight_offloads to 0 or more, for example 1",

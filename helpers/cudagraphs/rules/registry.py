@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from cudagraphs.rules.base import CORE, Registry, Rule
 from cudagraphs.versions import Versions
@@ -11,7 +11,7 @@ from cudagraphs.versions import Versions
 REGISTRY = Registry()
 
 
-@lru_cache(maxsize=None)
+@cache
 def config_rules(minor: int) -> tuple[Rule, ...]:
     """The config-layer rules of a megatron-core minor version whose conditions go beyond names (`normalize` judges those)."""
     versions = Versions(mcore=(0, minor))

@@ -41,10 +41,12 @@ RULES = (
         title="FP8 parameter gather in a full-iteration graph",
         layer="reported",
         severity="warning",
-        when=lambda f, v: f["graph.full_iteration"]
-        and bool(f["ddp.fp8_param_gather"])
-        and bool(f["ddp.overlap_param_gather"])
-        and bool(f["ddp.reuse_grad_buf_for_mxfp8_param_ag"]),
+        when=lambda f, v: (
+            f["graph.full_iteration"]
+            and bool(f["ddp.fp8_param_gather"])
+            and bool(f["ddp.overlap_param_gather"])
+            and bool(f["ddp.reuse_grad_buf_for_mxfp8_param_ag"])
+        ),
         message="FP8 parameters are gathered into gradient buffers while a full-iteration graph runs: the first replay may see "
         "zero gradients",
         mend="compare the very first replay with eager, not only a later one; smoke_capture does",
@@ -80,7 +82,9 @@ RULES = (
         source="Megatron-Bridge#4587",
         upstream=("CUDA out of memory",),
         bad=(
-            Example({**FULL, **MOE, "moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True, "fp8": "e4m3"}, NEW),
+            Example(
+                {**FULL, **MOE, "moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True, "fp8": "e4m3"}, NEW
+            ),
         ),
         good=(
             Example(
@@ -102,7 +106,9 @@ RULES = (
         title="No eager step before the capture",
         layer="reported",
         severity="warning",
-        when=lambda f, v: f["graph.active"] and f["cuda_graph_warmup_steps"] <= 0 and not f["fine_grained_activation_offloading"],
+        when=lambda f, v: (
+            f["graph.active"] and f["cuda_graph_warmup_steps"] <= 0 and not f["fine_grained_activation_offloading"]
+        ),
         message="cuda_graph_warmup_steps is {cuda_graph_warmup_steps}",
         mend="set cuda_graph_warmup_steps to 1 or more (3 is the default)",
         fix=lambda f, v: {"cuda_graph_warmup_steps": 3},
@@ -119,21 +125,25 @@ RULES = (
         layer="reported",
         severity="error",
         mcore=(18, None),
-        when=lambda f, v: bool(f["optimizer.optimizer_cuda_graph"])
-        and (v.minor == 18 or isfinite(f["optimizer.grad_norm_skip_threshold"])),
+        when=lambda f, v: (
+            bool(f["optimizer.optimizer_cuda_graph"])
+            and (v.minor == 18 or isfinite(f["optimizer.grad_norm_skip_threshold"]))
+        ),
         message="the optimizer step is captured, and it compares the gradient norm with grad_norm_skip_threshold="
         "{optimizer.grad_norm_skip_threshold} on the host",
         mend="keep the optimizer eager in 0.18; from 0.19 leave grad_norm_skip_threshold at infinity",
-        fix=lambda f, v: {"optimizer.optimizer_cuda_graph": False}
-        if v.minor == 18
-        else {"optimizer.grad_norm_skip_threshold": inf},
+        fix=lambda f, v: (
+            {"optimizer.optimizer_cuda_graph": False} if v.minor == 18 else {"optimizer.grad_norm_skip_threshold": inf}
+        ),
         why="The norm is a tensor on the device where fused kernels are there, and comparing it copies it to the host. 0.18 "
         "compares whatever the threshold is, 0.19 only with a finite one.",
         source="Megatron-LM#5889; megatron/core/optimizer/optimizer.py ChainedOptimizer.step (0.18, 0.19)",
         upstream=("operation not permitted when stream is capturing",),
         bad=(
             Example({"optimizer.optimizer_cuda_graph": True, "bf16": True}, {**NEW, "mcore": "0.18"}),
-            Example({"optimizer.optimizer_cuda_graph": True, "bf16": True, "optimizer.grad_norm_skip_threshold": 10.0}, NEW),
+            Example(
+                {"optimizer.optimizer_cuda_graph": True, "bf16": True, "optimizer.grad_norm_skip_threshold": 10.0}, NEW
+            ),
         ),
         good=(Example({"optimizer.optimizer_cuda_graph": True, "bf16": True}, NEW),),
     ),
@@ -143,10 +153,12 @@ RULES = (
         layer="reported",
         severity="warning",
         mcore=(18, None),
-        when=lambda f, v: bool(f["overlap_moe_expert_parallel_comm"])
-        and te(f)
-        and "attn" in f["graph.modules"]
-        and f["pipeline_model_parallel_size"] > 1,
+        when=lambda f, v: (
+            bool(f["overlap_moe_expert_parallel_comm"])
+            and te(f)
+            and "attn" in f["graph.modules"]
+            and f["pipeline_model_parallel_size"] > 1
+        ),
         message="attention is captured while expert-parallel communication overlaps, with {pipeline_model_parallel_size} pipeline "
         "stages: one user saw gradient norms explode after some eighty steps",
         mend="compare a few hundred steps with eager before trusting it; smoke_capture compares gradients by parameter group",
@@ -187,10 +199,12 @@ RULES = (
         layer="reported",
         severity="info",
         frameworks=(BRIDGE,),
-        when=lambda f, v: te(f)
-        and "moe_preprocess" in f["graph.modules"]
-        and f["moe_token_dispatcher_type"] == "alltoall"
-        and f["expert_model_parallel_size"] > 1,
+        when=lambda f, v: (
+            te(f)
+            and "moe_preprocess" in f["graph.modules"]
+            and f["moe_token_dispatcher_type"] == "alltoall"
+            and f["expert_model_parallel_size"] > 1
+        ),
         message="users saw runs hang in the token dispatcher right after the capture with the alltoall dispatcher and these "
         "scopes",
         mend="try a short run at full scale first; with the flex dispatcher (HybridEP or DeepEP) the preparation stays on the "
@@ -199,7 +213,12 @@ RULES = (
         source="Megatron-Bridge#3517",
         bad=(
             Example(
-                {**TE, **MOE, "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"], "expert_model_parallel_size": 4},
+                {
+                    **TE,
+                    **MOE,
+                    "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"],
+                    "expert_model_parallel_size": 4,
+                },
                 {**NEW, "bridge": "0.6.2"},
             ),
         ),
