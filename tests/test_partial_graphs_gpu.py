@@ -219,22 +219,21 @@ def test_replays_are_graph_launches(mode):
 
 
 def test_close_gives_the_memory_back():
-    torch.cuda.synchronize()
     model = Model(4, width=256).cuda()
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    manager = PartialCudaGraphManager.from_modules(model, "layers.*")
-    train(model, batch=32)
-    model.zero_grad()
-    manager.capture()
-    train(model, batch=32)
-    model.zero_grad()
-    held = torch.cuda.memory_allocated()
-    manager.close()
-    gc.collect()
-    assert held > before + (1 << 20)
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    allocated = []
+    for _ in range(3):  # the first time also pays for what stays: cuBLAS workspaces of the capture stream
+        manager = PartialCudaGraphManager.from_modules(model, "layers.*")
+        train(model, batch=32)
+        model.zero_grad()
+        manager.capture()
+        train(model, batch=32)
+        model.zero_grad()
+        held = torch.cuda.memory_allocated()
+        manager.close()
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+        assert held > allocated[-1] + (1 << 20)
+    assert allocated[2] == allocated[1]
 
 
 def llama():

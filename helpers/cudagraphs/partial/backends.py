@@ -23,6 +23,9 @@ from typing import Any
 import torch
 
 
+_side_streams: dict[int, torch.cuda.Stream] = {}
+
+
 class CudaGraph:
     """One captured graph and the tensors that its run returned; they stay at the addresses that replays write."""
 
@@ -48,7 +51,10 @@ class CudaBackend:
         if not torch.cuda.is_available():
             raise RuntimeError("Partial CUDA graphs need a CUDA device: torch.cuda.is_available() is False")
         self._device = torch.cuda.current_device()
-        self._side = torch.cuda.Stream(self._device)
+        # One for the process: cuBLAS keeps a workspace of 32 MiB and more for every stream it has ever worked on.
+        if self._device not in _side_streams:
+            _side_streams[self._device] = torch.cuda.Stream(self._device)
+        self._side = _side_streams[self._device]
 
     def stream(self) -> int:
         return torch._C._cuda_getCurrentStream(self._device)[0]

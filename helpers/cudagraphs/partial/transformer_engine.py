@@ -18,9 +18,9 @@ from torch import nn
 from cudagraphs.partial.backends import CudaBackend
 from cudagraphs.partial.body import OutputPlan
 from cudagraphs.partial.errors import PartialGraphError, Unsupported
+from cudagraphs.partial.gradients import keeps_graph, use_count
 from cudagraphs.partial.guards import GuardBuilder
 from cudagraphs.partial.recording import Signature, output_tensors
-from cudagraphs.partial.replay import keeps_graph, use_count
 
 
 class TransformerEngineBackend(CudaBackend):
