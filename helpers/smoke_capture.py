@@ -176,8 +176,8 @@ def _shape(args: argparse.Namespace, model: str) -> plan.Shape:
     return out
 
 
-def _recipe(args: argparse.Namespace, world: int, limit_bytes: int):
-    """(model, shape, changes, variant or None, further config fields) of the recipe."""
+def _recipe(args: argparse.Namespace, limit_bytes: int):
+    """(model, shape, changes, variant or None, further config fields) of the recipe, scaled to fit `limit_bytes`."""
     from cudagraphs.capture import recipe
 
     try:
@@ -209,7 +209,7 @@ def _setup(
     if args.recipe and stack != "megatron-core":
         raise UsageError(f"--recipe needs --stack megatron-core, and {stack} is what is there")
     if args.recipe:
-        model, shape, changes, wanted, extra = _recipe(args, here.world, int(0.7 * machine["free_bytes"]))
+        model, shape, changes, wanted, extra = _recipe(args, int(0.8 * machine["free_bytes"] / 3))
     else:
         model = args.model or "dense"
         shape = _shape(args, model)
@@ -408,13 +408,12 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     # Several ranks keep step with each other instead: a lock a rank could leave two runs waiting for one another.
     lock = GpuLock(probe.get("uuid") if here.world == 1 else None)
     session = parent.Session(launcher, limits, here, progress, variants.rules_for, lock)
-    effort = Effort(
-        args.steps,
-        args.long,
-        args.rounds,
-        args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world),
-        args.dropout > 0,
-    )
+    together = args.jobs or plan.at_once(shape, len(jobs), probe["free_bytes"], here.world)
+    if together < 3 and here.world == 1:
+        # Eager, its repeat and a variant do not fit together; the repeat can be done without.
+        jobs.pop(variants.REPEAT)
+        progress("not enough memory to run eager twice: the noise stays unknown")
+    effort = Effort(args.steps, args.long, args.rounds, together, args.dropout > 0)
     outcomes = run(session, jobs, effort, here, progress)
     lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)

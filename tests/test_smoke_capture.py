@@ -222,7 +222,11 @@ def pretrain():
     setup, rules, chosen = smoke_capture._setup(args, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37})
     assert [variant.name for variant in chosen] == ["full_iteration"] and rules["full_iteration"]["verdict"] == "legal"
     assert setup["config"]["num_layers"] == 8 and setup["config"]["recompute_num_layers"] == 8
-    for change in ("layers 32 -> 8", "recompute_num_layers 16 -> 8", "tensor_model_parallel_size 4 -> 1 (--tp sets it)"):
+    for change in (
+        "layers 32 -> 8",
+        "recompute_num_layers 16 -> 8",
+        "tensor_model_parallel_size 4 -> 1 (--tp sets it)",
+    ):
         assert change in setup["changes"]
 
 

@@ -54,6 +54,7 @@ def test_processes_share_the_gpu_only_where_they_fit():
         ({"num_moe_experts": 8}, "moe-dropless"),
         ({"num_moe_experts": 8, "moe_pad_expert_input_to_capacity": True}, "moe-drop-pad"),
         ({"hybrid_layer_pattern": "M*-"}, "hybrid"),
+        ({"hybrid_layer_pattern": "MEM*E", "num_moe_experts": 8}, "hybrid-moe"),
     ],
 )
 def test_the_model_of_a_recipe(values, model):

@@ -58,6 +58,16 @@ def test_graphs_that_are_off_leave_the_choice_to_the_sweep(tmp_path):
     assert out.variant is None and any("graphs are off" in note for note in out.notes)
 
 
+def test_a_hybrid_is_known_by_its_pattern(tmp_path):
+    text = PLAIN.replace(
+        "from megatron.core.transformer import TransformerConfig",
+        """
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider as TransformerConfig
+""",
+    ).replace("num_layers=32,", 'num_layers=5, hybrid_layer_pattern="MEM*E",')
+    assert plan.model_of(read(tmp_path, text).values) == "hybrid-moe"
+
+
 def test_full_iteration_is_a_variant_of_its_own(tmp_path):
     out = read(tmp_path, PLAIN.replace('"transformer_engine"', '"full_iteration"').replace('["mlp", "attn"]', "[]"))
     assert out.variant == Variant("full_iteration")

@@ -172,8 +172,9 @@ def hybrid_pattern(model: str, layers: int, mamba: bool) -> str | None:
 
 def model_of(values: dict) -> str:
     """dense, moe-dropless, moe-drop-pad or hybrid, from a recipe's fields."""
-    if values.get("hybrid_layer_pattern") or values.get("is_hybrid_model"):
-        return "hybrid"
+    pattern = values.get("hybrid_layer_pattern")
+    if pattern or values.get("is_hybrid_model"):
+        return "hybrid-moe" if "E" in (pattern or "") else "hybrid"
     if (values.get("num_moe_experts") or 0) > 1:
         return "moe-drop-pad" if values.get("moe_pad_expert_input_to_capacity") else "moe-dropless"
     return "dense"

@@ -49,17 +49,22 @@ _SHAPE = (
     "moe_router_topk",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
-    "hybrid_layer_pattern",
     "is_hybrid_model",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-# Facts that live outside the model's own section, under the name that the shape uses.
+# Facts that live elsewhere in some frameworks, under the name that the shape uses.
 _ELSEWHERE = {
-    "seq_length": ("seq_length", "dataset.seq_length", "dataset.sequence_length"),
+    "seq_length": ("seq_length", "model.seq_length", "dataset.seq_length", "dataset.sequence_length"),
     "micro_batch_size": ("train.micro_batch_size", "micro_batch_size"),
-    "vocab_size": ("vocab_size",),
+    "vocab_size": ("vocab_size", "model.vocab_size"),
+    "hybrid_layer_pattern": (
+        "hybrid_layer_pattern",
+        "hybrid_override_pattern",
+        "model.hybrid_layer_pattern",
+        "model.hybrid_override_pattern",
+    ),
 }
 
 
@@ -98,14 +103,16 @@ def from_settings(settings: Settings) -> Read:
     values = {name: known[name] for name in _SHAPE if known.get(name) is not None}
     for name, places in _ELSEWHERE.items():
         for place in places:
-            if isinstance(known.get(place), int):
+            if isinstance(known.get(place), (int, str)):
                 values.setdefault(name, known[place])
     values = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
     config = {name: known[name] for name in PASSED_ON if known.get(name) is not None}
     notes = []
     for name in ("attention_dropout", "hidden_dropout"):
         if known.get(name):
-            notes.append(f"{name} {known[name]} -> 0 (losses can only be compared without; --dropout adds a check of its own)")
+            notes.append(
+                f"{name} {known[name]} -> 0 (losses can only be compared without; --dropout adds a check of its own)"
+            )
     if known.get("multi_latent_attention"):
         notes.append("multi_latent_attention True -> False (this tool builds plain attention)")
     if known.get("moe_layer_freq") not in (None, 1):
