@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, program = _split(arguments)
     parser = argparse.ArgumentParser(
         prog="delete_graphs.py",
-        usage="delete_graphs.py [--limit SECONDS] [--report FILE] -- {train.py | -m module} [arguments ...]",
+        usage="delete_graphs.py [--limit SECONDS] [--report FILE] [--] {train.py | -m module} [arguments ...]",
         description="Run a training program so that its CUDA graphs are deleted on every way out.",
     )
     parser.add_argument("--limit", type=_seconds, default=DEFAULT_LIMIT_S, metavar="SECONDS")
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     as_module = program[:1] == ["-m"]
     if not program[as_module:]:
-        parser.error("no program given after --")
+        parser.error("no program given: a training script, or -m and a module")
     target, rest = program[as_module], program[as_module + 1 :]
     if not as_module:
         try:
@@ -131,11 +131,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the program with its arguments: everything after the first --."""
-    if "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
+    """Our options, and the program with its arguments. The -- between them may be missing: torchrun removes it."""
+    at = 0
+    while at < len(arguments):
+        word = arguments[at]
+        if word == "--":
+            return arguments[:at], arguments[at + 1 :]
+        if word == "-m" or not word.startswith("-"):
+            return arguments[:at], arguments[at:]
+        at += 1 if "=" in word or word in ("-h", "--help") else 2
+    return arguments, []
 
 
 def _seconds(text: str) -> float:

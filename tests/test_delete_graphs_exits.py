@@ -197,6 +197,16 @@ def test_main_module_argv_and_path_are_the_scripts(site):
     assert site.run(script, "x", launcher=False) == site.run(script, "x")
 
 
+def test_the_separator_may_be_missing(site):
+    """torchrun takes the first -- for itself."""
+    script = "import sys; print(sys.argv)"
+    (site.folder / "train.py").write_text(script)
+    for words in (["--limit", "9", "train.py"], ["--limit=9", "--", "train.py"], ["-m", "train"]):
+        done = subprocess.run([sys.executable, str(HELPER), *words, "--limit", "x", "--"], cwd=site.folder, capture_output=True,
+                              text=True, check=True)
+        assert done.stdout.endswith("train.py', '--limit', 'x', '--']\n")
+
+
 def test_a_fault_aborts_the_communicators_after_deletion(site):
     site.run(with_graph("torch.distributed.init_process_group()\nraise ValueError"))
     assert site.events()[:2] == ["reset graph", "abort with 0 graphs"]
@@ -403,7 +413,8 @@ def test_report_file(site):
         (["--", "missing.py"], "missing.py: no such file"),
         (["--limit", "never", "--", "train.py"], "'never' is not a positive number of seconds"),
         (["--limit", "-1", "--", "train.py"], "'-1' is not a positive number of seconds"),
-        (["train.py"], "unrecognized arguments: train.py"),
+        (["missing.py", "--limit", "3"], "missing.py: no such file"),
+        (["--limit=3", "--limits", "4", "--", "train.py"], "unrecognized arguments: --limits 4"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(tmp_path, arguments, words):
