@@ -50,8 +50,8 @@ def test_enum_members_travel_as_tagged_objects():
     member = {"enum": "CudaGraphModule.attn"}
     old = {"enum": "CudaGraphScope.attn"}
     te = {"cuda_graph_impl": "transformer_engine"}
-    results = judged({"fields": {**te, "cuda_graph_modules": [member]}}, {"fields": {**te, "cuda_graph_modules": [old]}},
-                     {"fields": {**te, "cuda_graph_scope": [old]}})  # fmt: skip
+    forms = ({"cuda_graph_modules": [member]}, {"cuda_graph_modules": [old]}, {"cuda_graph_scope": [old]})
+    results = judged(*({"fields": {**te, **form}} for form in forms))
     assert [r["codes"] for r in results] == [[], ["CG006"], []]
     assert results[0]["normalized"]["modules"] == ["attn"]
 

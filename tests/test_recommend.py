@@ -33,8 +33,13 @@ TABLE = [
     ("dropless", run(MOE), {}, TE, ("attn", "moe_router", "moe_preprocess")),
     ("dropless-narrow", run(MOE), {"preset": "narrow"}, TE, ("moe_router", "moe_preprocess")),
     ("dropless-widest", run(MOE), {"preset": "widest"}, TE, ("attn", "moe_router", "moe_preprocess")),
-    ("dropless-mixed-widest", run({**MOE, "moe_layer_freq": [0, 1]}), {"preset": "widest"}, TE,
-     ("attn", "moe_router", "moe_preprocess", "mlp")),
+    (
+        "dropless-mixed-widest",
+        run({**MOE, "moe_layer_freq": [0, 1]}),
+        {"preset": "widest"},
+        TE,
+        ("attn", "moe_router", "moe_preprocess", "mlp"),
+    ),
     ("drop-and-pad", run({**MOE, **PADDED}), {}, TE, ("attn", "moe")),
     ("capacity-without-padding", run({**MOE, "moe_expert_capacity_factor": 1.25}), {}, TE, ("attn", "moe_router")),
     ("router-padding", run({**MOE, "moe_router_padding_for_quantization": True}), {}, TE, ("attn", "moe_router")),
@@ -46,7 +51,13 @@ TABLE = [
     ("full-recompute-in-0.15", run({"recompute_granularity": "full"}, "megatron-core", mcore="0.15"), {}, NONE, ()),
     ("offload", run({"cpu_offloading": True}), {}, FULL, ()),
     ("offload-in-0.17", run({"cpu_offloading": True}, mcore="0.17.1", bridge="0.4.2"), {}, NONE, ()),
-    ("moe-recompute", run({**MOE, "recompute_granularity": "selective", "recompute_modules": ["moe"]}), {}, TE, ("attn",)),
+    (
+        "moe-recompute",
+        run({**MOE, "recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+        {},
+        TE,
+        ("attn",),
+    ),
     ("dropout-in-recomputed-attention", run({"recompute_granularity": "selective"}), {}, TE, ("mlp",)),
     ("packed-dense", run({"dataset.packed_sequences": True}), {}, TE, ("mlp",)),
     ("packed-dropless", run({**MOE, "dataset.packed_sequences": True}), {}, TE, ("moe_router", "moe_preprocess")),
@@ -55,8 +66,13 @@ TABLE = [
     ("0.13", run({}, "megatron-core", mcore="0.13"), {}, TE, ("attn",)),
     ("qwen3-moe", checkpoint("Qwen/Qwen3-30B-A3B"), {}, TE, ("attn", "moe_router", "moe_preprocess")),
     ("llama", checkpoint("meta-llama/Meta-Llama-3-8B"), {}, TE, ("attn",)),
-    ("nemotron", checkpoint("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"), {}, TE,
-     ("attn", "moe_router", "moe_preprocess", "mamba")),
+    (
+        "nemotron",
+        checkpoint("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        {},
+        TE,
+        ("attn", "moe_router", "moe_preprocess", "mamba"),
+    ),
     ("qwen3-next", checkpoint("Qwen/Qwen3-Next-80B-A3B-Instruct"), {}, TE, ("attn", "moe_router", "moe_preprocess")),
     ("qwen3-vl", checkpoint("Qwen/Qwen3-VL-30B-A3B-Instruct"), {}, TE, ("attn", "moe_router", "moe_preprocess")),
     ("unknown-model", run({"model.hf_id": Unknown("it is an argument")}, complete=False), {}, TE, ("attn",)),
@@ -65,7 +81,7 @@ TABLE = [
     ("asked-local-core", run({}, "megatron-core"), {"impl": LOCAL}, LOCAL, ()),
     ("asked-scopes", run(), {"scopes": ["mlp"]}, TE, ("mlp",)),
     ("asked-none", run({"cuda_graph_impl": TE}), {"impl": NONE}, NONE, ()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("settings,wanted,impl,scopes", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

@@ -2,7 +2,8 @@
 """Batch mode: verdicts on many TransformerConfig field overrides, one JSON object a line in and out.
 
 In:   {"id": anything, "version": "0.17", "te": "2.8" | null, "fields": {...}}; id, version and te may be left out
-Out:  {"id": ..., "verdict": "accepted" | "rejected", "codes": [...], "normalized": {"impl", "modules", "inference_scope"}}
+Out:  {"id": ..., "verdict": "accepted" | "rejected", "codes": [...], "normalized": {"impl", "modules",
+"inference_scope"}}
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def run(lines: Iterable[str], mcore: str, te: str | None = None) -> Iterator[str
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise BatchError(
                 f"line {number}: {reason}; a line is an object such as "
-                '{"id": 1, "fields": {"cuda_graph_impl": "local"}} with values of the types that TransformerConfig takes'
+                '{"id": 1, "fields": {"cuda_graph_impl": "local"}} with values of the types that TransformerConfig '
+                "takes"
             ) from None
         yield encode({"id": request.get("id"), **result})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families: what kind of model a run trains, from its facts where they are known, else from the names that it goes by.
 
-A recipe that takes its model from a checkpoint (`AutoBridge.from_hf_pretrained(...)`) does not say whether that model has
-experts or Mamba layers. The name of the checkpoint, of the provider class, of the recipe function or of the file usually
-does; what is inferred from a name says so and never decides a rule, only a recommendation.
+A recipe that takes its model from a checkpoint (`AutoBridge.from_hf_pretrained(...)`) does not say whether that model
+has experts or Mamba layers. The name of the checkpoint, of the provider class, of the recipe function or of the file
+usually does; what is inferred from a name says so and never decides a rule, only a recommendation.
 """
 
 from __future__ import annotations
@@ -16,23 +16,77 @@ from cudagraphs.rules.evaluate import PATTERNS, explore
 from cudagraphs.settings import Settings
 
 TRAITS = ("moe", "mamba", "gdn", "vlm", "mtp")
-# Traits by name, over names in lower case with every run of other characters as one hyphen. A trait holds if any pattern of it
-# matches; a name that matches a pattern of DENSE and none of "moe" is a dense model.
+# Traits by name, over names in lower case with every run of other characters as one hyphen. A trait holds if any
+# pattern of it matches; a name that matches a pattern of DENSE and none of "moe" is a dense model.
 NAMES: dict[str, tuple[str, ...]] = {
     "moe": (
-        r"\ba\d+b\b", r"moe", r"mixtral", r"deepseek-?v[2-9]", r"moonlight", r"kimi-?k2", r"glm-?4-?[5-9]", r"glm-?[5-9]",
-        r"gpt-?oss", r"olmoe", r"minimax", r"qwen3-?next", r"step-?3", r"llama-?4", r"dbrx", r"mimo-?v2", r"bailing", r"hy-?v3",
-        r"nemotron-?3-(super|ultra)", r"nemotron-?3-nano(?!-4b)", r"sarvam",
+        r"\ba\d+b\b",
+        r"moe",
+        r"mixtral",
+        r"deepseek-?v[2-9]",
+        r"moonlight",
+        r"kimi-?k2",
+        r"glm-?4-?[5-9]",
+        r"glm-?[5-9]",
+        r"gpt-?oss",
+        r"olmoe",
+        r"minimax",
+        r"qwen3-?next",
+        r"step-?3",
+        r"llama-?4",
+        r"dbrx",
+        r"mimo-?v2",
+        r"bailing",
+        r"hy-?v3",
+        r"nemotron-?3-(super|ultra)",
+        r"nemotron-?3-nano(?!-4b)",
+        r"sarvam",
     ),
-    "mamba": (r"mamba", r"nemotron-?h\b", r"nemotronh", r"nemotron-?3\b", r"nemotron-?3-", r"nemotron-nano-(9|12)b-?v2",
-              r"nemotron-nano-v2", r"falcon-?h1", r"jamba", r"zamba", r"hybrid-?(model)?provider"),
+    "mamba": (
+        r"mamba",
+        r"nemotron-?h\b",
+        r"nemotronh",
+        r"nemotron-?3\b",
+        r"nemotron-?3-",
+        r"nemotron-nano-(9|12)b-?v2",
+        r"nemotron-nano-v2",
+        r"falcon-?h1",
+        r"jamba",
+        r"zamba",
+        r"hybrid-?(model)?provider",
+    ),
     "gdn": (r"qwen3-?next", r"qwen3-?[56]\b", r"qwen3[56](?!\d)", r"gated-?delta"),
-    "vlm": (r"-vl\b", r"\bvl-", r"[a-z0-9]vl(model|provider|moe)", r"glm-?4-?[5-9]v", r"gemma-?3-vl", r"gemma-?4-vl", r"llava",
-            r"kimi-?k2-?5", r"omni", r"qwen3-?5\b(?!.*text)", r"pixtral"),
+    "vlm": (
+        r"-vl\b",
+        r"\bvl-",
+        r"[a-z0-9]vl(model|provider|moe)",
+        r"glm-?4-?[5-9]v",
+        r"gemma-?3-vl",
+        r"gemma-?4-vl",
+        r"llava",
+        r"kimi-?k2-?5",
+        r"omni",
+        r"qwen3-?5\b(?!.*text)",
+        r"pixtral",
+    ),
     "mtp": (r"deepseek-?v[3-9]", r"glm-?4-?[5-9]", r"mimo", r"qwen3-?next"),
-}  # fmt: skip
-DENSE = (r"llama-?[123]", r"llama", r"qwen-?2", r"qwen3", r"gemma", r"ministral", r"mistral", r"exaone", r"gpt3", r"phi", r"nemotron",
-         r"falcon", r"gptmodelprovider", r"qwen2-?5")  # fmt: skip
+}
+DENSE = (
+    r"llama-?[123]",
+    r"llama",
+    r"qwen-?2",
+    r"qwen3",
+    r"gemma",
+    r"ministral",
+    r"mistral",
+    r"exaone",
+    r"gpt3",
+    r"phi",
+    r"nemotron",
+    r"falcon",
+    r"gptmodelprovider",
+    r"qwen2-?5",
+)
 
 
 class Trait(NamedTuple):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recommend: which graphs a run should capture, and every setting that they need, in the names of its versions.
 
-The choice is the narrowest scopes that are known to pay for the kind of model, cut down until no rule objects. What the graphs
-need beside the implementation and the scopes comes from two places: the short list below, and the safe fixes of the rules.
+The choice is the narrowest scopes that are known to pay for the kind of model, cut down until no rule objects. What the
+graphs
+need beside the implementation and the scopes comes from two places: the short list below, and the safe fixes of the
+rules.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ MAX_ROUNDS = 6
 class Recommendation(NamedTuple):
     """What to capture, and how.
 
-    impl: the implementation in words: "none", "local", "transformer_engine" or "full_iteration" whatever the version calls it.
+    impl: the implementation in words: "none", "local", "transformer_engine" or "full_iteration" whatever the version
+    calls it.
     modules: the scopes, () for the whole layer (or the whole iteration).
     overrides: fact name -> final value of every setting that the graphs need.
     exports: environment variables to set before the launch, where the recipe has no environment block.
@@ -69,7 +72,8 @@ def recommend(
     Args:
         settings: the run as it is.
         preset: None for the default, "narrow" or "widest".
-        impl: "local", "transformer_engine" or "full_iteration" to ask for one implementation, "none" to turn graphs off.
+        impl: "local", "transformer_engine" or "full_iteration" to ask for one implementation, "none" to turn graphs
+        off.
         scopes: scope names to ask for; an empty sequence asks for the whole layer.
         warmup_steps: eager steps before the capture.
         extra: further settings that the user asks for; they are part of the overrides.
@@ -155,7 +159,8 @@ class _Task:
         self.judged = families.assume(settings, family)
         self.warmup = warmup_steps
 
-    # -- what to try, best first ---------------------------------------------------------------------------------------------
+    # -- what to try, best first
+    # ---------------------------------------------------------------------------------------------
 
     def candidates(
         self, preset: str | None, impl: str | None, scopes: Sequence[str] | None
@@ -222,14 +227,15 @@ class _Task:
         )
 
     def needs_full_iteration(self) -> bool:
-        """Whether the run recomputes whole layers or offloads activations, which graphs of layers exclude, on any branch."""
+        """Whether whole layers are recomputed or offloaded, on any branch: graphs of layers exclude that."""
         recompute = (leaf.answer for leaf in explore(self.settings, lambda reader: (reader["recompute.granularity"],)))
         offload = (leaf.answer for leaf in explore(self.settings, lambda reader: (reader["cpu_offloading"],)))
         return any(answer and answer[0] not in (None, "selective") for answer in recompute) or any(
             answer and answer[0] for answer in offload
         )
 
-    # -- every setting that a candidate needs ------------------------------------------------------------------------------------
+    # -- every setting that a candidate needs
+    # ------------------------------------------------------------------------------------
 
     def complete(self, kind: str, modules: tuple[str, ...]) -> tuple[dict[str, Any], list[Finding], list[str]]:
         """The overrides of a candidate, the findings that stand against it, and notes on what the rules made it set."""
@@ -237,12 +243,12 @@ class _Task:
         notes: list[str] = []
         for _ in range(MAX_ROUNDS):
             findings = rules.check(self.judged.with_values({**overrides, **self.extra}))
+            decided = GRAPH_FACTS | set(self.extra)
             fixes = [
                 finding
                 for finding in findings
-                if finding.severity in (*BLOCKING, "warning") and not finding.needs
-                and finding.fix and finding.safe and not GRAPH_FACTS & set(finding.fix) and not set(self.extra) & set(finding.fix)
-            ]  # fmt: skip
+                if finding.severity != "info" and finding.fix and finding.safe and not decided & set(finding.fix)
+            ]
             new = [
                 finding
                 for finding in fixes
@@ -295,14 +301,16 @@ class _Task:
             overrides["ddp.check_for_nan_in_grad"] = False
         return overrides
 
-    # -- what to say ----------------------------------------------------------------------------------------------------------------
+    # -- what to say
+    # ----------------------------------------------------------------------------------------------------------------
 
     def explain(self, kind: str, modules: tuple[str, ...], preset: str | None, objections: list[str]) -> list[str]:
         lines = [f"left out, {line}" for line in objections[:3]]
         if kind == "full_iteration":
             if self.needs_full_iteration():
                 lines.append(
-                    "full iteration: whole layers are recomputed or offloaded, which only a graph of the whole iteration holds"
+                    "full iteration: whole layers are recomputed or offloaded, which only a graph of the whole "
+                    "iteration holds"
                 )
             else:
                 lines.append("full iteration: as asked for")
@@ -312,7 +320,8 @@ class _Task:
         for name in modules:
             lines.append(f"{name}: {_WHY[name]}")
         if self.family.vlm.value:
-            lines.append("vision-language model: only the language model is captured; wait with graphs until the real-data path "
+            lines.append("vision-language model: only the language model is captured; wait with graphs until the "
+            "real-data path "
                          "is stable, because images change the lengths of the batch")  # fmt: skip
         if self.family.gdn.value and "attn" in modules:
             lines.append("Gated DeltaNet layers are captured under attn")
@@ -348,7 +357,8 @@ _WHY = {
 def _without_graphs(task: _Task) -> list[str]:
     if task.needs_full_iteration():
         return [
-            'selective recompute (recompute_granularity="selective" with recompute_modules) would allow graphs of layers'
+            'selective recompute (recompute_granularity="selective" with recompute_modules) would allow graphs of '
+            "layers"
         ]
     return []
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safe fixes mend what upstream rejects: the findings go, upstream accepts the result, and as many scopes as possible stay.
+"""Safe fixes mend what upstream rejects: the findings go, upstream accepts the result, and as many scopes as possible
+stay.
 
-The rejected configurations are those of the recorded lattice, a sample of each combination of rules. Our own verdict judges all
-of the sample; the real constructor judges the mended ones again where the wheels and torch can be had.
+The rejected configurations are those of the recorded lattice, a sample of each combination of rules. Our own verdict
+judges all of the sample; the real constructor judges the mended ones again where the wheels and torch can be had.
 """
 
 import random

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our verdicts are upstream's in the layers around TransformerConfig too, over the recorded answers of the released code.
+"""Our verdicts are upstream's in the layers around TransformerConfig too, over the recorded answers of the released
+code.
 
-Megatron-LM's command line (0.17 to 0.19, with the TransformerConfig that it builds), Megatron Bridge (0.3 to 0.6, with the
-megatron-core that each pins), and NeMo AutoModel's backend block (0.7).
+Megatron-LM's command line (0.17 to 0.19, with the TransformerConfig that it builds), Megatron Bridge (0.3 to 0.6, with
+the megatron-core that each pins), and NeMo AutoModel's backend block (0.7).
 """
 
 from collections import Counter

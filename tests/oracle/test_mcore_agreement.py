@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our verdict on a TransformerConfig is upstream's, over the recorded answers of every megatron-core minor.
 
-The recorded answers are those of the released code (tests/oracle/record.py writes and refreshes them). Configurations that
-upstream refuses without graphs too say nothing about graphs; they are left out and counted.
+The recorded answers are those of the released code (tests/oracle/record.py writes and refreshes them). Configurations
+that upstream refuses without graphs too say nothing about graphs; they are left out and counted.
 """
 
 import time

@@ -46,7 +46,7 @@ FIELDS = {{
 
 
 def literal(node: ast.expr | None) -> object:
-    """The value of a default: a literal, the default in `field(...)`, an empty list for `field(default_factory=list)`."""
+    """The value of a default: a literal, or what `field(default=...)` or `field(default_factory=list)` gives."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("field"):
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
         if "default" in keywords:

@@ -77,8 +77,8 @@ def check(settings: Settings, rules: Iterable[Rule] | None = None) -> list[Findi
 def explain(text: str) -> list[Rule]:
     """The rules with this code, or those with an upstream message that holds the text, the best match first.
 
-    Case, punctuation and line breaks do not matter; where no message holds the text whole, the rules whose messages share
-    most of its words are returned, at most five. An empty list where nothing is near.
+    Case, punctuation and line breaks do not matter; where no message holds the text whole, the rules whose messages
+    share most of its words are returned, at most five. An empty list where nothing is near.
     """
     wanted = text.strip()
     if wanted.upper() in REGISTRY:

@@ -102,7 +102,8 @@ RULES = (
         message="a scope argument holds a comma: scope {cuda_graph_scope}, modules {cuda_graph_modules}",
         mend="separate scopes by spaces: --cuda-graph-modules attn mlp",
         fix=_split_commas,
-        why='Each word after the option is looked up as one name, and "attn,mlp" is not one. Configuration files and Python do '
+        why='Each word after the option is looked up as one name, and "attn,mlp" is not one. Configuration files and '
+        "Python do "
         "take commas, which makes the mistake easy.",
         source=f"{ARGUMENTS}; _parse_cuda_graph_modules_arg (0.18+)",
         upstream=("KeyError", "invalid _parse_cuda_graph_modules_arg value"),
@@ -137,7 +138,8 @@ RULES = (
         message="full-iteration capture with NaN checks of the loss or the gradients",
         mend="add --no-check-for-nan-in-loss-and-grad",
         fix=lambda f, v: dict(NO_NAN_CHECK),
-        why="The checks read device values on the host in the middle of the iteration, and that cannot be captured. One flag "
+        why="The checks read device values on the host in the middle of the iteration, and that cannot be captured. "
+        "One flag "
         "governs both, and it is on by default.",
         source=f"{ARGUMENTS} (0.14+)",
         upstream=("--no-check-for-nan-in-loss-and-grad should be set with",),
@@ -156,7 +158,8 @@ RULES = (
         mend="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF; from 0.16 NCCL_GRAPH_REGISTER=0 is enough",
         fix=lambda f, v: {"env.PYTORCH_CUDA_ALLOC_CONF": without_expandable(f["env.PYTORCH_CUDA_ALLOC_CONF"])},
         safe=False,
-        why="Memory that a graph uses may be remapped while NCCL has it registered. These versions forbid the setting outright.",
+        why="Memory that a graph uses may be remapped while NCCL has it registered. These versions forbid the setting "
+        "outright.",
         source=f"{ARGUMENTS} (0.14, 0.15)",
         upstream=("expandable_segments:True may not be safe when using CUDA Graphs",),
         bad=(
@@ -173,11 +176,13 @@ RULES = (
         frameworks=(LM,),
         mcore=(16, None),
         when=lambda f, v: f["graph.impl"] == "transformer_engine" and expandable(f) and registered(f),
-        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF} with Transformer Engine graphs, and NCCL_GRAPH_REGISTER is "
+        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF} with Transformer Engine graphs, and "
+        "NCCL_GRAPH_REGISTER is "
         "{env.NCCL_GRAPH_REGISTER}",
         mend="export NCCL_GRAPH_REGISTER=0",
         fix=lambda f, v: {"env.NCCL_GRAPH_REGISTER": "0"},
-        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies there: "
+        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies "
+        "there: "
         "replays then read or write memory that is not theirs.",
         source=f"{ARGUMENTS} (0.16+)",
         upstream=("Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access",),
@@ -222,7 +227,8 @@ RULES = (
             and f["transformer_impl"] != "inference_optimized"
             and not f["moe_pad_experts_for_cuda_graph_inference"]
         ),
-        message="local graphs with expert_model_parallel_size={expert_model_parallel_size} need padded experts at inference",
+        message="local graphs with expert_model_parallel_size={expert_model_parallel_size} need padded experts at "
+        "inference",
         mend="add --moe-pad-experts-for-cuda-graph-inference",
         fix=lambda f, v: {"moe_pad_experts_for_cuda_graph_inference": True},
         why="The same graphs serve inference, where the number of tokens an expert gets must be fixed.",
@@ -265,7 +271,8 @@ RULES = (
         message="inference graphs of whole blocks with fp8={fp8}, transformer_impl={transformer_impl}, "
         "fp8_recipe={fp8_recipe}",
         mend="add --transformer-impl inference_optimized --fp8-recipe mxfp8, or set --inference-cuda-graph-scope layer",
-        why="Only the inference-optimized layers hold FP8 state that a graph of the whole block can replay, and only in MXFP8.",
+        why="Only the inference-optimized layers hold FP8 state that a graph of the whole block can replay, and only "
+        "in MXFP8.",
         source=f"{ARGUMENTS} (0.17: scope full_iteration_inference; 0.18+: inference scope block)",
         upstream=(
             "fp8 with --inference-cuda-graph-scope=block is only supported with",
@@ -298,11 +305,13 @@ RULES = (
         frameworks=(LM,),
         mcore=(17, None),
         when=lambda f, v: not v.at_least("te", 2, 12) and _delayed(f),
-        message="delay_wgrad_compute and overlap_grad_reduce with the scopes {graph.modules} need Transformer Engine 2.12",
+        message="delay_wgrad_compute and overlap_grad_reduce with the scopes {graph.modules} need Transformer Engine "
+        "2.12",
         mend="use Transformer Engine 2.12 or newer, or drop the scope (attn; moe_router with shared experts), or drop "
         "--delay-wgrad-compute",
         fix=lambda f, v: {"delay_wgrad_compute": False},
-        why="The delayed weight gradient of a captured module runs from a graph of its own, which Transformer Engine has from "
+        why="The delayed weight gradient of a captured module runs from a graph of its own, which Transformer Engine "
+        "has from "
         "2.12 on.",
         source=f"{ARGUMENTS} (0.17+)",
         upstream=("CUDA graph with delay_wgrad_compute requires TE version >= 2.12.0.",),
@@ -324,7 +333,8 @@ RULES = (
         "gradient_accumulation_fusion is off",
         mend="drop --no-gradient-accumulation-fusion, or drop --delay-wgrad-compute",
         fix=lambda f, v: {"gradient_accumulation_fusion": True},
-        why="Without the fusion each step accumulates into freshly allocated gradients, and a graph keeps writing to the "
+        why="Without the fusion each step accumulates into freshly allocated gradients, and a graph keeps writing to "
+        "the "
         "addresses that it saw at capture.",
         source=f"{ARGUMENTS} (0.17+)",
         upstream=("CUDA graph with delay_wgrad_compute requires gradient_accumulation_fusion",),
@@ -363,7 +373,8 @@ RULES = (
             f["arguments.inference_batch_times_seqlen_threshold"] > -1
             and (f["graph.active"] if v.minor >= 15 else bool(f["enable_cuda_graph"]))
         ),
-        message="--inference-batch-times-seqlen-threshold {arguments.inference_batch_times_seqlen_threshold} with graphs",
+        message="--inference-batch-times-seqlen-threshold {arguments.inference_batch_times_seqlen_threshold} with "
+        "graphs",
         mend="drop --inference-batch-times-seqlen-threshold, or turn graphs off",
         fix=lambda f, v: {"arguments.inference_batch_times_seqlen_threshold": -1},
         why="Splitting a batch for the pipeline changes its shape with its size.",
@@ -454,7 +465,8 @@ RULES = (
         "{env.CUDA_GRAPHS_USE_NODE_PRIORITY}",
         mend="export CUDA_GRAPHS_USE_NODE_PRIORITY=1",
         fix=lambda f, v: {"env.CUDA_GRAPHS_USE_NODE_PRIORITY": "1"},
-        why="Inside a graph the priorities of streams are lost unless nodes carry them, and the communication that gathers "
+        why="Inside a graph the priorities of streams are lost unless nodes carry them, and the communication that "
+        "gathers "
         "weights would no longer overlap.",
         source=f"{ARGUMENTS} (0.19+)",
         upstream=("GTP requires CUDA_GRAPHS_USE_NODE_PRIORITY=1",),

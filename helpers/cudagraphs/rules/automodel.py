@@ -51,7 +51,8 @@ RULES = (
                 name for name in (f[MODULES].split(",") if isinstance(f[MODULES], str) else modules(f)) if name in KNOWN
             ]
         },
-        why="The names follow Megatron-Core's where AutoModel has the same boundary, and no others are taken; mlp, moe and mamba "
+        why="The names follow Megatron-Core's where AutoModel has the same boundary, and no others are taken; mlp, "
+        "moe and mamba "
         "are not among them.",
         source=GRAPHS,
         upstream=("Unsupported cuda_graph.modules", "cuda_graph.modules must be a list"),
@@ -117,7 +118,8 @@ RULES = (
         message="attn is captured with backend.linear={backend.linear} and backend.rms_norm={backend.rms_norm}",
         mend="use te_dpa instead; or set backend.linear: torch and backend.rms_norm: torch (the default is torch_fp32)",
         fix=lambda f, v: {MODULES: ["te_dpa" if name == "attn" else name for name in modules(f)]},
-        why="The whole attention is called with its parameters as arguments, so that sharded parameters may move; only the plain "
+        why="The whole attention is called with its parameters as arguments, so that sharded parameters may move; "
+        "only the plain "
         "modules can be called that way.",
         source=BACKEND,
         upstream=(
@@ -191,12 +193,14 @@ RULES = (
         message="activation checkpointing with the captured modules {backend.cuda_graph.modules}",
         mend="keep te_dpa only, or turn distributed.activation_checkpointing off",
         fix=lambda f, v: {MODULES: [name for name in modules(f) if name == "te_dpa"]},
-        why="Checkpointing runs the captured module a second time within one backward pass; the narrow attention allows it, the "
+        why="Checkpointing runs the captured module a second time within one backward pass; the narrow attention "
+        "allows it, the "
         "whole attention and the router do not.",
         source=PARTIAL,
         upstream=(
             "Whole-attention CUDA graphs do not support activation checkpointing",
-            "PyTorch activation checkpointing cannot recompute across the partial MoE router/preprocess CUDA graph scope",
+            "PyTorch activation checkpointing cannot recompute across the partial MoE router/preprocess CUDA graph "
+            "scope",
         ),
         bad=(Example({**ATTN, "distributed.activation_checkpointing": True}, NEW),),
         good=(Example({**DPA, "distributed.activation_checkpointing": True}, NEW),),
@@ -220,7 +224,8 @@ RULES = (
         code="CG613",
         title="Captured modules that are shared or repeated",
         when=lambda f, v: bool(modules(f)) and bool(f["automodel.repeated_mtp_layer"] or f["automodel.shared_modules"]),
-        message="a captured module is called several times a step (repeated multi-token prediction, shared or tied modules)",
+        message="a captured module is called several times a step (repeated multi-token prediction, shared or tied "
+        "modules)",
         mend="empty backend.cuda_graph.modules, or use a model that repeats no layer",
         fix=lambda f, v: {MODULES: []},
         why="One physical module would need one set of static buffers a call.",
@@ -238,7 +243,8 @@ RULES = (
         ),
         message="backend.cuda_graph is not a block with modules alone",
         mend="write a block with the one key modules; an empty list turns graphs off",
-        why="The block is built with its keys as arguments, and modules is the only one; anything but a block is refused.",
+        why="The block is built with its keys as arguments, and modules is the only one; anything but a block is "
+        "refused.",
         source="nemo_automodel/components/models/common/utils.py CudaGraphConfig",
         upstream=(
             "CudaGraphConfig.__init__() got an unexpected keyword argument",

@@ -66,7 +66,7 @@ class NeedsSide(Open):
 
 
 class Example(NamedTuple):
-    """Facts (what is not named holds its default) and the versions to judge them by, as `versions.resolve` takes them."""
+    """Facts (what is not named holds its default) and versions to judge them by, as `versions.resolve` takes them."""
 
     facts: Mapping[str, Any]
     versions: Mapping[str, str] = {}
@@ -81,9 +81,9 @@ class Rule:
     """One rule. `when` holds for the facts that break it.
 
     `mcore` is an inclusive range of megatron-core minor numbers, None at an open end. `bridge`, `te`, `automodel` and
-    `torch` are ranges of versions, the lower end inclusive and the upper exclusive; a rule with such a range does not hold
-    where the component is absent. A `safe` fix keeps what is computed and the memory that it needs; it may change what is
-    captured. `upstream` holds pieces of the messages that users see.
+    `torch` are ranges of versions, the lower end inclusive and the upper exclusive; a rule with such a range does not
+    hold where the component is absent. A `safe` fix keeps what is computed and the memory that it needs; it may change
+    what is captured. `upstream` holds pieces of the messages that users see.
 
     A plain class: generated `__init__` methods would take longer than everything else that importing the rules does.
     """
@@ -180,8 +180,8 @@ def _dotted(number: Iterable[int]) -> str:
 class Finding(NamedTuple):
     """One rule that a run breaks, or (with `needs`) a rule that cannot be judged without the named facts.
 
-    `when` names the branch sides under which it holds, "" if it holds on all of them. `fix` maps fact names to the values
-    that mend it, None where only a person can. `severity` of a finding that `needs` facts is "info".
+    `when` names the branch sides under which it holds, "" if it holds on all of them. `fix` maps fact names to the
+    values that mend it, None where only a person can. `severity` of a finding that `needs` facts is "info".
     """
 
     code: str
@@ -201,9 +201,9 @@ class Finding(NamedTuple):
 class GraphState(NamedTuple):
     """What is captured after upstream's migrations: the implementation, the scopes, and the inference scope.
 
-    `impl` is in the version's own terms ("local" with full_iteration in `modules` up to 0.17, "full_iteration" from 0.18).
-    `by_world` holds (branch sides, state) where a branch decides. `unknown` says why nothing is known; the other fields
-    then hold None or nothing.
+    `impl` is in the version's own terms ("local" with full_iteration in `modules` up to 0.17, "full_iteration" from
+    0.18). `by_world` holds (branch sides, state) where a branch decides. `unknown` says why nothing is known; the other
+    fields then hold None or nothing.
     """
 
     impl: str | None

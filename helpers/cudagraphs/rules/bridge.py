@@ -52,7 +52,7 @@ def _local_fix(f: Facts, v: Versions) -> dict[str, Any]:
 
 
 def delayed_wgrad_captured(f: Facts) -> bool:
-    """Whether a delayed weight gradient lies inside a captured scope: attention, or shared experts beside the router."""
+    """Whether a delayed weight gradient is captured: of attention, or of shared experts beside the router."""
     modules = f["graph.modules"]
     if "attn" in modules:
         return True
@@ -83,7 +83,7 @@ def _unchecked_wgrad(f: Facts, v: Versions) -> bool:
 
 
 def asserts_tracker(f: Facts) -> bool:
-    """Whether the model's provider asserts the tracker: GPT's does; those of vision-language and hybrid models do not."""
+    """Whether the provider asserts the tracker: GPT's does, those of vision-language and hybrid models do not."""
     names = "".join(str(mends.known(f, name, "")) for name in ("model.provider", "model.hf_id")).lower()
     return not any(part in names for part in ("vl", "hybrid", "mamba", "nemotronh", "nemotron-h", "nemotron-3", "t5"))
 
@@ -127,7 +127,8 @@ RULES = (
         "{rerun_state_machine.check_for_nan_in_loss}",
         mend="set rerun_state_machine.check_for_nan_in_loss=False (its default is True)",
         fix=lambda f, v: {"rerun_state_machine.check_for_nan_in_loss": False},
-        why="The check reads the loss on the host in the middle of the iteration, and a copy to the host cannot be captured.",
+        why="The check reads the loss on the host in the middle of the iteration, and a copy to the host cannot be "
+        "captured.",
         source=f"{CONFIG} (0.3+)",
         upstream=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph.",),
         bad=(Example({"cuda_graph_impl": "full_iteration", **TRACKED}, NEW),),
@@ -143,11 +144,14 @@ RULES = (
             f["graph.active"] and asserts_tracker(f) and not f["use_te_rng_tracker"] and not f["rng.te_rng_tracker"]
         ),
         message="graphs are on, and neither model.use_te_rng_tracker nor rng.te_rng_tracker is set",
-        mend="set model.use_te_rng_tracker=True and rng.te_rng_tracker=True; one suffices where ConfigContainer.validate runs, "
+        mend="set model.use_te_rng_tracker=True and rng.te_rng_tracker=True; one suffices where "
+        "ConfigContainer.validate runs, "
         "which copies it to the other",
         fix=lambda f, v: {"use_te_rng_tracker": True, "rng.te_rng_tracker": True},
-        why="The plain tracker keeps its generator state on the host; a captured kernel would draw the same numbers in every "
-        "replay. Bridge makes the plain tracker safe for graphs when it seeds it, and GPT's provider asserts all the same.",
+        why="The plain tracker keeps its generator state on the host; a captured kernel would draw the same numbers "
+        "in every "
+        "replay. Bridge makes the plain tracker safe for graphs when it seeds it, and GPT's provider asserts all the "
+        "same.",
         source=f"megatron/bridge/models/gpt_provider.py GPTModelProvider.provide; {CONFIG} (0.3+)",
         upstream=("Transformer engine's RNG tracker is required for cudagraphs",),
         bad=(Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, NEW),),
@@ -168,10 +172,12 @@ RULES = (
         bridge=((0, 6), None),
         when=_local,
         message="Bridge takes the local implementation only for full-iteration capture; the scopes are {graph.modules}",
-        mend='use cuda_graph_impl="transformer_engine" for scopes such as attn; local only with the scope full_iteration, or '
+        mend='use cuda_graph_impl="transformer_engine" for scopes such as attn; local only with the scope '
+        "full_iteration, or "
         "without scopes and with inference_cuda_graph_scope set to layer or block",
         fix=_local_fix,
-        why="Bridge's training loop creates and deletes Transformer Engine's graphs and full-iteration graphs; it has no place "
+        why="Bridge's training loop creates and deletes Transformer Engine's graphs and full-iteration graphs; it has "
+        "no place "
         "where the local implementation's graphs of layers are managed.",
         source=f"{GRAPHS} (0.6+)",
         upstream=("Megatron Bridge supports", "only for full-iteration CUDA graphs"),
@@ -200,7 +206,8 @@ RULES = (
         mend="use Transformer Engine 2.12 or newer, or drop the scope (attn; moe_router with shared experts), or turn "
         "comm_overlap.delay_wgrad_compute off",
         fix=lambda f, v: {"comm_overlap.delay_wgrad_compute": False, "delay_wgrad_compute": False},
-        why="The delayed weight gradient of a captured module runs from a graph of its own, which Transformer Engine has from "
+        why="The delayed weight gradient of a captured module runs from a graph of its own, which Transformer Engine "
+        "has from "
         "2.12 on.",
         source=f"{OVERLAP} (0.4+)",
         upstream=("CUDA graph with delay_wgrad_compute requires TE version >= 2.12.0.",),
@@ -220,10 +227,12 @@ RULES = (
         when=lambda f, v: (
             v.at_least("te", 2, 12) and _delayed(f) and _checked(f, v) and not f["gradient_accumulation_fusion"]
         ),
-        message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}, and gradient_accumulation_fusion is off",
+        message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}, and gradient_accumulation_fusion "
+        "is off",
         mend="set model.gradient_accumulation_fusion=True, or turn comm_overlap.delay_wgrad_compute off",
         fix=lambda f, v: {"gradient_accumulation_fusion": True},
-        why="Without the fusion each step accumulates into freshly allocated gradients, and a graph keeps writing to the "
+        why="Without the fusion each step accumulates into freshly allocated gradients, and a graph keeps writing to "
+        "the "
         "addresses that it saw at capture.",
         source=f"{OVERLAP} (0.4+)",
         upstream=("CUDA graph with delay_wgrad_compute requires gradient_accumulation_fusion",),
@@ -262,7 +271,8 @@ RULES = (
         bridge=((0, 6), None),
         when=lambda f, v: _packing_graph(f, v) and f["dataset.pad_to_max_length"] is not True,
         message="the dataset packs sequences offline, and dataset.pad_to_max_length is {dataset.pad_to_max_length}",
-        mend="set dataset.pad_to_max_length=True (and offline_packing_specs.pad_cu_seqlens=True where attention is captured)",
+        mend="set dataset.pad_to_max_length=True (and offline_packing_specs.pad_cu_seqlens=True where attention is "
+        "captured)",
         fix=lambda f, v: {"dataset.pad_to_max_length": True},
         why="A graph replays one shape, and packed samples differ in length until they are padded to one.",
         source=f"{CONFIG} (0.6+)",
@@ -280,10 +290,12 @@ RULES = (
         when=lambda f, v: _packed_attention(f, v) and not f["dataset.offline_packing_specs.pad_cu_seqlens"],
         message="attention over packed sequences is captured, and offline_packing_specs.pad_cu_seqlens is "
         "{dataset.offline_packing_specs.pad_cu_seqlens}",
-        mend="set dataset.pad_to_max_length=True and dataset.offline_packing_specs.pad_cu_seqlens=True, or drop attn from the "
+        mend="set dataset.pad_to_max_length=True and dataset.offline_packing_specs.pad_cu_seqlens=True, or drop attn "
+        "from the "
         "scopes",
         fix=lambda f, v: {"dataset.pad_to_max_length": True, "dataset.offline_packing_specs.pad_cu_seqlens": True},
-        why="Packed attention reads the boundaries between sequences from a tensor whose length is the number of sequences in "
+        why="Packed attention reads the boundaries between sequences from a tensor whose length is the number of "
+        "sequences in "
         "the pack; a graph needs it padded to one length.",
         source=f"{CONFIG} (0.6+)",
         upstream=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True.",),
@@ -301,9 +313,11 @@ RULES = (
         frameworks=(BRIDGE,),
         bridge=((0, 5), None),
         when=lambda f, v: bool(f["enable_cuda_graph"] or f["external_cuda_graph"]) and f["cuda_graph_impl"] == "none",
-        message="enable_cuda_graph={enable_cuda_graph}, external_cuda_graph={external_cuda_graph}: the training path finalizes "
+        message="enable_cuda_graph={enable_cuda_graph}, external_cuda_graph={external_cuda_graph}: the training path "
+        "finalizes "
         "the model twice, and the second time rejects the flag beside the implementation that it set the first time",
-        mend='set cuda_graph_impl="transformer_engine" (for external_cuda_graph) or "full_iteration", and leave both flags '
+        mend='set cuda_graph_impl="transformer_engine" (for external_cuda_graph) or "full_iteration", and leave both '
+        "flags "
         "False",
         fix=lambda f, v: (
             {
@@ -313,8 +327,10 @@ RULES = (
             if not f["enable_cuda_graph"]
             else None
         ),
-        why="ConfigContainer.validate finalizes the model, and the model provider does so again. Before that, Bridge 0.6 clears "
-        'the scopes because the implementation is still "none": external_cuda_graph with the scope attn would capture whole '
+        why="ConfigContainer.validate finalizes the model, and the model provider does so again. Before that, Bridge "
+        "0.6 clears "
+        'the scopes because the implementation is still "none": external_cuda_graph with the scope attn would capture '
+        "whole "
         "layers, and enable_cuda_graph would slip past the check on local graphs.",
         source="megatron/bridge/models/model_provider.py ModelProviderMixin.provide_distributed_model (0.5+); "
         + GRAPHS,
@@ -338,11 +354,13 @@ RULES = (
             and not f["external_cuda_graph"]
             and bool(raw_scopes(f, v))
         ),
-        message="scopes are named (scope {cuda_graph_scope}, modules {cuda_graph_modules}), and cuda_graph_impl is none: nothing "
+        message="scopes are named (scope {cuda_graph_scope}, modules {cuda_graph_modules}), and cuda_graph_impl is "
+        "none: nothing "
         "is captured",
         mend='set cuda_graph_impl="transformer_engine", or remove the scopes',
         fix=mends.off,
-        why="Bridge clears the scopes where the implementation is none, from 0.6 on before and after the configuration is "
+        why="Bridge clears the scopes where the implementation is none, from 0.6 on before and after the "
+        "configuration is "
         "finalized, so that a scope full_iteration does not turn graphs on as it does in megatron-core 0.18.",
         source=f"{CONFIG} (0.4, 0.5); {GRAPHS} (0.6+)",
         bad=(Example({"cuda_graph_modules": ["attn"]}, NEW),),
@@ -362,9 +380,11 @@ RULES = (
         ),
         message="cuda_graph_impl was {history.impl_after_finalize} when the configuration was finalized, and is "
         "{cuda_graph_impl} now",
-        mend="choose the implementation before the first finalize, or set inference_cuda_graph_scope=None beside the change",
+        mend="choose the implementation before the first finalize, or set inference_cuda_graph_scope=None beside the "
+        "change",
         fix=lambda f, v: {"inference_cuda_graph_scope": None, "history.impl_after_finalize": None},
-        why="Finalizing fills inference_cuda_graph_scope in (layer for local, none for the others), and the value that fits one "
+        why="Finalizing fills inference_cuda_graph_scope in (layer for local, none for the others), and the value "
+        "that fits one "
         "implementation is refused by the other.",
         source="megatron/core/transformer/transformer_config.py TransformerConfig.__post_init__ (0.18+)",
         upstream=("Invalid inference CUDA graph scope",),
@@ -381,9 +401,11 @@ RULES = (
             f["graph.impl"] == "none"
             and any(value not in (None, "none") for value in f["history.cuda_graph_impl"][:-1])
         ),
-        message="cuda_graph_impl is assigned {history.cuda_graph_impl} in this order: the last one wins, and nothing is captured",
+        message="cuda_graph_impl is assigned {history.cuda_graph_impl} in this order: the last one wins, and nothing "
+        "is captured",
         mend="remove the assignment to none if graphs are wanted, and count replays in a smoke run",
-        why="Hooks and helpers that run after a recipe can set the implementation back, and nothing says so: recipes have "
+        why="Hooks and helpers that run after a recipe can set the implementation back, and nothing says so: recipes "
+        "have "
         "shipped with graphs off for that reason.",
         source="Megatron-Bridge PR 6129",
         bad=(Example({"cuda_graph_impl": "none", "history.cuda_graph_impl": ["transformer_engine", "none"]}, NEW),),
@@ -403,7 +425,8 @@ RULES = (
             f["dataset.packing_buffer_size"] is not None
             and (f["graph.active"] or f["model.vision_cuda_graph_impl"] not in (None, "none"))
         ),
-        message="the Energon dataset packs samples while loading (packing_buffer_size={dataset.packing_buffer_size}), and graphs "
+        message="the Energon dataset packs samples while loading (packing_buffer_size={dataset.packing_buffer_size}), "
+        "and graphs "
         "are on",
         mend="unset dataset.packing_buffer_size, or turn graphs (and vision_cuda_graph_impl) off",
         fix=lambda f, v: {
@@ -440,7 +463,8 @@ RULES = (
         message="the router is captured (scopes {graph.modules}), and packed MoE batches hand it a padding mask",
         mend="capture attention only where the version takes packed attention, or turn graphs off",
         fix=mends.off,
-        why="The mask that keeps padding out of the expert statistics is an argument that a captured router does not take; the "
+        why="The mask that keeps padding out of the expert statistics is an argument that a captured router does not "
+        "take; the "
         "first step raises.",
         source="megatron/bridge/training/gpt_step.py _validate_packed_moe_cuda_graph (0.7 development)",
         upstream=("Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs",),
@@ -510,11 +534,14 @@ RULES = (
             )
         ),
         message="--cuda_graph_impl {harness.cuda_graph_impl} --cuda_graph_scope {harness.cuda_graph_scope}",
-        mend="--cuda_graph_impl takes none, local or transformer_engine; full_iteration is a scope that stands alone and goes "
+        mend="--cuda_graph_impl takes none, local or transformer_engine; full_iteration is a scope that stands alone "
+        "and goes "
         "with local; several scopes are separated by commas",
-        why="The performance scripts keep the older pair of local and the scope full_iteration, set both tracker flags and turn "
+        why="The performance scripts keep the older pair of local and the scope full_iteration, set both tracker "
+        "flags and turn "
         "NaN checks off by themselves.",
-        source="scripts/performance of Megatron-Bridge, argument_parser.py and utils/overrides.py _set_cuda_graph_overrides",
+        source="scripts/performance of Megatron-Bridge, argument_parser.py and utils/overrides.py "
+        "_set_cuda_graph_overrides",
         upstream=(
             "Invalid value for cuda_graph_impl",
             "full_iteration CUDA graph scope cannot use cuda_graph_impl=transformer_engine.",
@@ -538,11 +565,14 @@ RULES = (
         frameworks=(BRIDGE,),
         bridge=((0, 4), (0, 5)),
         when=_unchecked_wgrad,
-        message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}: what they need (Transformer Engine 2.12, "
-        "gradient accumulation fusion, no attention bias) is not there, and Bridge 0.4 checks scopes given as enum members only",
+        message="comm_overlap.delay_wgrad_compute with the scopes {graph.modules}: what they need (Transformer Engine "
+        "2.12, "
+        "gradient accumulation fusion, no attention bias) is not there, and Bridge 0.4 checks scopes given as enum "
+        "members only",
         mend="turn comm_overlap.delay_wgrad_compute off, or drop the scope (attn; moe_router with shared experts)",
         fix=lambda f, v: {"comm_overlap.delay_wgrad_compute": False, "delay_wgrad_compute": False},
-        why="The check compares the scopes with members of the enum, so names given as strings pass unseen; the failure is the "
+        why="The check compares the scopes with members of the enum, so names given as strings pass unseen; the "
+        "failure is the "
         "same.",
         source="megatron/bridge/training/comm_overlap.py CommOverlapConfig._get_model_comm_overlap_cfgs (0.4)",
         bad=(

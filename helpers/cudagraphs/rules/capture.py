@@ -50,7 +50,7 @@ def tracked(f: Facts) -> bool:
 
 
 def _untracked(f: Facts, v: Versions) -> bool:
-    """Bridge has a rule of its own. Megatron-LM switches the tracker on by itself from 0.14, unless both parts are local."""
+    """Bridge and Megatron-LM have rules of their own."""
     return f["graph.active"] and not tracked(f)
 
 
@@ -159,7 +159,8 @@ RULES = (
         message="graphs are on, and no tracker of Transformer Engine (or of inference) is asked for",
         mend="set use_te_rng_tracker=True and call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)",
         fix=lambda f, v: {"use_te_rng_tracker": True},
-        why="The plain tracker keeps generator states on the host. Both managers of graphs assert that the tracker is one that "
+        why="The plain tracker keeps generator states on the host. Both managers of graphs assert that the tracker is "
+        "one that "
         "a graph can hold.",
         source=f"{GRAPHS} CudaGraphManager.__init__, TECudaGraphHelper.__init__",
         upstream=("RNG tracker does not support cudagraphs!",),
@@ -173,10 +174,12 @@ RULES = (
         severity="runtime",
         frameworks=(LM,),
         when=_untracked_lm,
-        message="transformer_impl={transformer_impl} with the implementation {graph.impl}: the tracker is not switched on by itself",
+        message="transformer_impl={transformer_impl} with the implementation {graph.impl}: the tracker is not "
+        "switched on by itself",
         mend="add --te-rng-tracker",
         fix=lambda f, v: {"rng.te_rng_tracker": True},
-        why="validate_args switches Transformer Engine's tracker on only where Transformer Engine is in use; the manager of "
+        why="validate_args switches Transformer Engine's tracker on only where Transformer Engine is in use; the "
+        "manager of "
         "local graphs then asserts.",
         source=f"megatron/training/arguments.py validate_args; {GRAPHS} CudaGraphManager.__init__",
         upstream=("RNG tracker does not support cudagraphs!",),
@@ -194,10 +197,12 @@ RULES = (
         frameworks=(BRIDGE, CORE),
         mcore=(16, None),
         when=_te_expandable,
-        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF}, and NCCL_GRAPH_REGISTER is {env.NCCL_GRAPH_REGISTER}",
+        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF}, and NCCL_GRAPH_REGISTER is "
+        "{env.NCCL_GRAPH_REGISTER}",
         mend="set NCCL_GRAPH_REGISTER=0 in the environment of the training processes",
         fix=_expandable_fix,
-        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies there: "
+        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies "
+        "there: "
         "replays then touch memory that is not theirs. The helper asserts this on every architecture.",
         source=f"{GRAPHS} TECudaGraphHelper.__init__ (0.16+)",
         upstream=(
@@ -239,10 +244,12 @@ RULES = (
         severity="error",
         mcore=(16, 18),
         when=_local_expandable,
-        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF}, and NCCL_GRAPH_REGISTER is {env.NCCL_GRAPH_REGISTER}",
+        message="PYTORCH_CUDA_ALLOC_CONF={env.PYTORCH_CUDA_ALLOC_CONF}, and NCCL_GRAPH_REGISTER is "
+        "{env.NCCL_GRAPH_REGISTER}",
         mend="set NCCL_GRAPH_REGISTER=0 (asserted below compute capability 10; harmless above)",
         fix=_expandable_fix,
-        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies there. The "
+        why="NCCL registers the memory that it meets in a graph by address, and expandable segments remap what lies "
+        "there. The "
         "manager asserts this below compute capability 10.",
         source=f"{GRAPHS} CudaGraphManager.__init__ (0.16 to 0.18)",
         upstream=("Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access",),
@@ -295,10 +302,12 @@ RULES = (
         mcore=(None, 19),
         when=lambda f, v: te(f) and captured(f, "attn") and bool(f["dataset.packed_sequences"]),
         message="sequences are packed, and attention is captured by Transformer Engine (scopes {graph.modules})",
-        mend="drop attn from the scopes (mlp, or moe_router and moe_preprocess, may stay), pad instead of packing, or use "
+        mend="drop attn from the scopes (mlp, or moe_router and moe_preprocess, may stay), pad instead of packing, or "
+        "use "
         "full-iteration capture with padded packs",
         fix=_packed_fix,
-        why="A replay takes tensors only; the description of the pack is an object, and the layer asserts that it is absent. "
+        why="A replay takes tensors only; the description of the pack is an object, and the layer asserts that it is "
+        "absent. "
         "Bridge's check passes with padded boundaries, and the replay fails all the same.",
         source=f"{LAYER} TransformerLayer._te_cuda_graph_replay",
         upstream=("CUDA graph accepts only Tensor inputs.", "packed_seq_params are excluded from input list"),
@@ -323,11 +332,13 @@ RULES = (
                 or bool(f["variable_seq_lengths"])
             )
         ),
-        message="variable_seq_lengths={variable_seq_lengths}, dataset.enable_in_batch_packing={dataset.enable_in_batch_packing}: "
+        message="variable_seq_lengths={variable_seq_lengths}, "
+        "dataset.enable_in_batch_packing={dataset.enable_in_batch_packing}: "
         "the shapes change from batch to batch",
         mend="pad every batch to one length, or turn graphs off",
         fix=mends.off,
-        why="A graph replays the shapes of its capture. Another shape is refused, or worse, read from the old addresses.",
+        why="A graph replays the shapes of its capture. Another shape is refused, or worse, read from the old "
+        "addresses.",
         source=f"{GRAPHS}; megatron/core/model_parallel_config.py ModelParallelConfig.variable_seq_lengths",
         bad=(Example({**TE, "cuda_graph_modules": ["attn"], "variable_seq_lengths": True}, NEW),),
         good=(Example({**TE, "cuda_graph_modules": ["attn"]}, NEW), Example({"variable_seq_lengths": True}, NEW)),
@@ -338,12 +349,14 @@ RULES = (
         layer="capture",
         severity="error",
         when=lambda f, v: f["graph.full_iteration"] and f["train.rampup_batch_size"] is not None,
-        message="the batch size ramps up ({train.rampup_batch_size}), and the graph replays the number of microbatches that it "
+        message="the batch size ramps up ({train.rampup_batch_size}), and the graph replays the number of "
+        "microbatches that it "
         "was captured with",
         mend="unset the ramp-up, or start with graphs off and turn them on in a run that resumes after it",
         fix=lambda f, v: {"train.rampup_batch_size": None},
         safe=False,
-        why="The wrapper captures one iteration and never looks at the number of microbatches again: after the ramp-up the "
+        why="The wrapper captures one iteration and never looks at the number of microbatches again: after the "
+        "ramp-up the "
         "steps are silently too small.",
         source=f"{FULL_GRAPH}.__call__",
         bad=(Example({**FULL, "train.rampup_batch_size": [32, 32, 1000000]}, NEW),),
@@ -359,10 +372,12 @@ RULES = (
             and f["train.rampup_batch_size"] is not None
             and (f["pipeline_model_parallel_size"] > 1 or bool(f["overlap_moe_expert_parallel_comm"]))
         ),
-        message="the batch size ramps up ({train.rampup_batch_size}), and one graph a microbatch is captured for the number that "
+        message="the batch size ramps up ({train.rampup_batch_size}), and one graph a microbatch is captured for the "
+        "number that "
         "holds at the capture",
         mend="unset the ramp-up, or start with graphs off and turn them on in a run that resumes after it",
-        why="With a pipeline, or with expert-parallel overlap, every microbatch of the step has graphs of its own; more "
+        why="With a pipeline, or with expert-parallel overlap, every microbatch of the step has graphs of its own; "
+        "more "
         "microbatches later find none.",
         source=f"{GRAPHS} TECudaGraphHelper",
         bad=(
@@ -408,7 +423,8 @@ RULES = (
         severity="runtime",
         mcore=(18, None),
         when=_captured_offload,
-        message="offload_modules {offload_modules} lie inside the scopes {graph.modules}; that needs PyTorch 2.9 and Transformer "
+        message="offload_modules {offload_modules} lie inside the scopes {graph.modules}; that needs PyTorch 2.9 and "
+        "Transformer "
         "Engine 2.14",
         mend="upgrade, or offload only what lies outside the scopes",
         why="Copies to the host inside a graph need external events that these versions brought.",
@@ -453,10 +469,12 @@ RULES = (
             and f["moe_token_dispatcher_type"] == "alltoall"
             and not drop_and_pad(f)
         ),
-        message="moe_router_padding_for_quantization with the alltoall dispatcher copies counts to the host inside moe_preprocess",
+        message="moe_router_padding_for_quantization with the alltoall dispatcher copies counts to the host inside "
+        "moe_preprocess",
         mend="drop moe_preprocess from the scopes, or turn moe_router_padding_for_quantization off",
         fix=_without("moe_preprocess"),
-        why="The configuration checks the field's old name (moe_router_padding_for_fp8) only; the dispatcher synchronizes under "
+        why="The configuration checks the field's old name (moe_router_padding_for_fp8) only; the dispatcher "
+        "synchronizes under "
         "the new name too, and asserts during capture.",
         source="megatron/core/transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher.preprocess",
         bad=(
@@ -492,12 +510,15 @@ RULES = (
         layer="capture",
         severity="runtime",
         when=_dynamic_experts,
-        message="the experts of a dropless MoE lie inside what is captured (implementation {graph.impl}, scopes {graph.modules})",
-        mend="capture attn, moe_router and moe_preprocess with transformer_engine instead; or fix the number of tokens: drop and "
+        message="the experts of a dropless MoE lie inside what is captured (implementation {graph.impl}, scopes "
+        "{graph.modules})",
+        mend="capture attn, moe_router and moe_preprocess with transformer_engine instead; or fix the number of "
+        "tokens: drop and "
         "pad (moe_expert_capacity_factor with moe_pad_expert_input_to_capacity), or from 0.19 moe_paged_stash with "
         "moe_expert_rank_capacity_factor",
         fix=_dynamic_experts_fix,
-        why="Dropless routing decides on the device how many tokens each expert gets, and the dispatcher reads it on the host to "
+        why="Dropless routing decides on the device how many tokens each expert gets, and the dispatcher reads it on "
+        "the host to "
         "size its buffers. No check stops this when the layer or the iteration is captured whole.",
         source="megatron/core/transformer/moe/token_dispatcher.py; no check in TransformerConfig",
         upstream=("operation not permitted when stream is capturing", "cudaErrorStreamCaptureUnsupported"),
@@ -522,7 +543,8 @@ RULES = (
         message="overlap_moe_expert_parallel_comm with whole layers in one graph each",
         mend="name scopes (attn, moe_router, moe_preprocess)",
         fix=lambda f, v: mends.scopes(f, v, ("attn",)),
-        why="The overlap runs each layer in pieces, and a graph of the whole layer has none. The check of the configuration "
+        why="The overlap runs each layer in pieces, and a graph of the whole layer has none. The check of the "
+        "configuration "
         "looks for moe and mlp by name, and an empty list names neither.",
         source="megatron/core/transformer/transformer_config.py TransformerConfig.__post_init__ (no check)",
         bad=(
@@ -579,12 +601,14 @@ RULES = (
             and plain_gpt(f)
         ),
         message="the scopes {graph.modules} create no graph on plain layers with the local implementation",
-        mend="use transformer_engine with these scopes; only hybrid models have the MoE layer that local graphs capture in part",
+        mend="use transformer_engine with these scopes; only hybrid models have the MoE layer that local graphs "
+        "capture in part",
         fix=lambda f, v: {
             "cuda_graph_impl": "transformer_engine",
             **({"inference_cuda_graph_scope": None} if mends.known(f, "inference_cuda_graph_scope") else {}),
         },
-        why="A plain layer makes a manager of graphs for an empty list, attn or mlp, and for nothing else; the run goes on "
+        why="A plain layer makes a manager of graphs for an empty list, attn or mlp, and for nothing else; the run "
+        "goes on "
         "eagerly without a word.",
         source=f"{LAYER} TransformerLayer.create_mcore_cudagraph_manager",
         bad=(Example({**LOCAL, **MOE, "cuda_graph_modules": ["moe_router"], "model.has_mamba": False}, NEW),),
@@ -605,7 +629,8 @@ RULES = (
         ),
         message="the local implementation captures whole plain layers for the scope attn",
         mend="use transformer_engine for attention alone, or say what happens: an empty list of scopes",
-        why="The manager of graphs wraps the layer, not its attention; memory and the parts that are captured are those of the "
+        why="The manager of graphs wraps the layer, not its attention; memory and the parts that are captured are "
+        "those of the "
         "whole layer.",
         source=f"{LAYER} TransformerLayer.create_mcore_cudagraph_manager",
         bad=(Example({**LOCAL, "cuda_graph_modules": ["attn"], "model.has_mamba": False}, NEW),),
@@ -626,9 +651,11 @@ RULES = (
                 else f["graph.modules"] == ("full_iteration_inference",)
             )
         ),
-        message="graphs are asked for at inference alone (scopes {graph.modules}, inference scope {graph.inference_scope}): "
+        message="graphs are asked for at inference alone (scopes {graph.modules}, inference scope "
+        "{graph.inference_scope}): "
         "training is not captured",
-        mend='set inference_cuda_graph_scope="layer" (0.17: the scope "full") to capture whole layers in training, or name '
+        mend='set inference_cuda_graph_scope="layer" (0.17: the scope "full") to capture whole layers in training, or '
+        "name "
         "scopes",
         fix=lambda f, v: (
             {"cuda_graph_scope": []}
@@ -653,7 +680,8 @@ RULES = (
         when=lambda f, v: te(f) and f["checkpoint.load"] is not None,
         message="the run resumes from {checkpoint.load}, and 0.15 captures at an absolute iteration that has passed",
         mend="use megatron-core 0.16 or newer, which counts from the iteration that the run starts with",
-        why="The loop compares the absolute iteration with cuda_graph_warmup_steps; a run that starts beyond it stays eager.",
+        why="The loop compares the absolute iteration with cuda_graph_warmup_steps; a run that starts beyond it stays "
+        "eager.",
         source="megatron/training/training.py train (0.15)",
         bad=(Example({**TE, "checkpoint.load": "/checkpoints/run"}, {"mcore": "0.15"}),),
         good=(Example(TE, {"mcore": "0.15"}), Example({**TE, "checkpoint.load": "/checkpoints/run"}, NEW)),
@@ -668,7 +696,8 @@ RULES = (
         message="ddp.check_for_nan_in_grad={ddp.check_for_nan_in_grad}: gradients are checked inside what is captured",
         mend="set ddp.check_for_nan_in_grad=False",
         fix=lambda f, v: {"ddp.check_for_nan_in_grad": False},
-        why="The buckets check their gradients on the host before they are reduced, in the middle of the captured iteration. "
+        why="The buckets check their gradients on the host before they are reduced, in the middle of the captured "
+        "iteration. "
         "Bridge validates the check of the loss and not this one.",
         source="megatron/core/distributed/param_and_grad_buffer.py _ParamAndGradBucketGroup.check_grads",
         upstream=("operation not permitted when stream is capturing",),
@@ -684,7 +713,8 @@ RULES = (
         layer="capture",
         severity="runtime",
         when=lambda f, v: f["graph.full_iteration"] and bool(f["rerun_state_machine.check_for_spiky_loss"]),
-        message="rerun_state_machine.check_for_spiky_loss={rerun_state_machine.check_for_spiky_loss}: the loss is read on the "
+        message="rerun_state_machine.check_for_spiky_loss={rerun_state_machine.check_for_spiky_loss}: the loss is "
+        "read on the "
         "host inside what is captured",
         mend="set rerun_state_machine.check_for_spiky_loss=False",
         fix=lambda f, v: {"rerun_state_machine.check_for_spiky_loss": False},
@@ -699,7 +729,8 @@ RULES = (
         layer="capture",
         severity="runtime",
         when=_p2p_sync,
-        message="pipeline_model_parallel_size={pipeline_model_parallel_size} with batch_p2p_sync={batch_p2p_sync}: each batched "
+        message="pipeline_model_parallel_size={pipeline_model_parallel_size} with batch_p2p_sync={batch_p2p_sync}: "
+        "each batched "
         "transfer waits for the device",
         mend="set batch_p2p_sync=False (recent PyTorch does not need it)",
         fix=lambda f, v: {"batch_p2p_sync": False},
@@ -724,7 +755,8 @@ RULES = (
                 or f["comm_overlap.overlap_param_gather_with_optimizer_step"]
             )
         ),
-        message="overlap_param_gather_with_optimizer_step starts communication outside the graph that the graph waits for",
+        message="overlap_param_gather_with_optimizer_step starts communication outside the graph that the graph waits "
+        "for",
         mend="turn overlap_param_gather_with_optimizer_step off; overlap_param_gather may stay",
         fix=lambda f, v: {
             name: False
@@ -734,7 +766,8 @@ RULES = (
             )
             if f[name]
         },
-        why="Waiting inside a capture for work that was launched outside it breaks the isolation of the capture, on every rank.",
+        why="Waiting inside a capture for work that was launched outside it breaks the isolation of the capture, on "
+        "every rank.",
         source="Megatron-Bridge#1688, PR 5788",
         upstream=("cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"),
         bad=(Example({**FULL, "optimizer.overlap_param_gather_with_optimizer_step": True}, NEW),),
@@ -753,7 +786,8 @@ RULES = (
         "{optimizer.log_num_zeros_in_grad}, fp16={fp16}, optimizer_cpu_offload={optimizer.optimizer_cpu_offload})",
         mend="turn log_num_zeros_in_grad (and CPU offload) off, train in BF16, or keep the optimizer step eager",
         fix=lambda f, v: {"optimizer.optimizer_cuda_graph": False},
-        why="Counting zeros, the loss scaler's overflow flag and an optimizer on the host all copy from the device inside the "
+        why="Counting zeros, the loss scaler's overflow flag and an optimizer on the host all copy from the device "
+        "inside the "
         "step.",
         source="megatron/core/optimizer/optimizer.py MixedPrecisionOptimizer.step; clip_grads.py count_zeros_fp32; "
         "Megatron-LM PR 7407",
@@ -774,7 +808,8 @@ RULES = (
         message="hybrid_context_parallel with the implementation {graph.impl}",
         mend="turn graphs off, or hybrid_context_parallel",
         fix=mends.off,
-        why="Sequences are split over a different number of ranks from batch to batch, so the shapes change. The documented "
+        why="Sequences are split over a different number of ranks from batch to batch, so the shapes change. The "
+        "documented "
         "check tests only the legacy flag enable_cuda_graph, and never sees the present ones.",
         source="megatron/training/arguments.py validate_args (tests the legacy flag only)",
         upstream=("Hybrid context parallelism not supported with CUDA Graph",),
@@ -792,10 +827,12 @@ RULES = (
             and f["ddp.data_parallel_sharding_strategy"] == "optim_grads_params"
             and not f["ddp.megatron_fsdp_cuda_graph_mode"]
         ),
-        message="parameters are sharded ({ddp.data_parallel_sharding_strategy}) and gathered into other buffers at every step",
+        message="parameters are sharded ({ddp.data_parallel_sharding_strategy}) and gathered into other buffers at "
+        "every step",
         mend="shard optimizer states and gradients only (optim or optim_grads), or from 0.19 set "
         "ddp.megatron_fsdp_cuda_graph_mode=True with fsdp_double_buffer; check with a smoke run",
-        why="A graph reads parameters at the addresses of its capture; FSDP frees and gathers them elsewhere unless its buffers "
+        why="A graph reads parameters at the addresses of its capture; FSDP frees and gathers them elsewhere unless "
+        "its buffers "
         "are kept. One experiment replayed a full-iteration graph five times and crashed on the sixth.",
         source="megatron/core/distributed/distributed_data_parallel_config.py megatron_fsdp_cuda_graph_mode (0.19); "
         "Megatron-LM#6152",
@@ -831,11 +868,14 @@ RULES = (
         torch=((2, 11), None),
         when=lambda f, v: f["graph.full_iteration"] or te(f),
         message="the capture needs DDP's gradient hooks to have been made on a side stream",
-        mend="wrap the model in DistributedDataParallel inside `with torch.cuda.stream(side)`; for full-iteration capture on the "
+        mend="wrap the model in DistributedDataParallel inside `with torch.cuda.stream(side)`; for full-iteration "
+        "capture on the "
         "stream that get_shared_capture_stream() returns",
-        why="The nodes that accumulate gradients run on the stream on which they were made; on the default stream they make the "
+        why="The nodes that accumulate gradients run on the stream on which they were made; on the default stream "
+        "they make the "
         "capture depend on uncaptured work. The training loops of Megatron-LM and Bridge do this by themselves.",
-        source="megatron/training/training.py get_model; megatron/core/full_cuda_graph.py get_shared_capture_stream (0.19)",
+        source="megatron/training/training.py get_model; megatron/core/full_cuda_graph.py get_shared_capture_stream "
+        "(0.19)",
         upstream=("cudaErrorStreamCaptureImplicit",),
         bad=(Example(FULL, NEW),),
         good=(Example(LOCAL, NEW), Example(FULL, {**NEW, "torch": "2.10"})),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast path: the verdict of TransformerConfig over plain field overrides, some microseconds each.
 
-It runs the same conditions as `rules.check`, over a plain dictionary in which every field and every derived name is there.
+It runs the same conditions as `rules.check`, over a plain dictionary in which every field and every derived name is
+there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ENUM_FIELDS = ("cuda_graph_scope", "cuda_graph_modules", "inference_cuda_graph_
 
 
 def untag(value: Any) -> Any:
-    """The value with typed values put in place: {"enum": "Class.member"} becomes a `Member`, {"tuple": [...]} a tuple."""
+    """The value with typed values put in place: {"enum": "Class.member"} becomes a `Member`, {"tuple": [...]} a "
+    "tuple."""
     if isinstance(value, list):
         return [untag(item) for item in value]
     if not isinstance(value, dict) or len(value) != 1:
@@ -56,8 +58,8 @@ def verdict(fields: Mapping[str, Any], mcore: str, te: str | None = None) -> dic
 
     Returns:
         {"verdict": "accepted" or "rejected", "codes": the config-layer rules that reject it,
-        "normalized": {"impl", "modules", "inference_scope"} after upstream's migrations}. "modules" is a list of names, up to
-        0.15 the scope as it was given, which those versions keep. "inference_scope" is None before 0.18.
+        "normalized": {"impl", "modules", "inference_scope"} after upstream's migrations}. "modules" is a list of names,
+        up to 0.15 the scope as it was given, which those versions keep. "inference_scope" is None before 0.18.
 
     Raises:
         versions.VersionError: a version that is not one.

@@ -12,7 +12,8 @@ from cudagraphs.versions import NEWEST, parse
 
 NEWEST_MINOR = parse(NEWEST["mcore"])[1]
 
-# What fields of TransformerConfig hold in versions that do not have them yet (or any more), as far as conditions read them.
+# What fields of TransformerConfig hold in versions that do not have them yet (or any more), as far as conditions read
+# them.
 ABSENT = {
     "cuda_graph_impl": "none",
     "cuda_graph_modules": "full",
@@ -22,8 +23,8 @@ ABSENT = {
     "inference_cuda_graph_scope": None,
 }
 
-# Defaults outside TransformerConfig. Source: megatron/bridge/training/config.py 0.6.2 and the classes of megatron-core 0.19.2
-# that it derives from (DistributedDataParallelConfig, OptimizerConfig, RNGConfig, RerunStateMachineConfig).
+# Defaults outside TransformerConfig. Source: megatron/bridge/training/config.py 0.6.2 and the classes of megatron-core
+# 0.19.2 that it derives from (DistributedDataParallelConfig, OptimizerConfig, RNGConfig, RerunStateMachineConfig).
 SECTIONS: dict[str, Any] = {
     "ddp.check_for_nan_in_grad": False,
     "ddp.overlap_grad_reduce": False,
@@ -95,23 +96,26 @@ BESIDE: dict[str, Any] = {
     "arguments.rl_persist_cuda_graphs": False,
     "arguments.rl_training_cuda_graphs": False,
 }
-# Fields that no checkpoint sets: a provider from `AutoBridge.from_hf_pretrained` leaves them at TransformerConfig's defaults.
-# Source: the assignments in megatron/bridge/models/**/*_bridge.py and the class bodies of the providers, 0.3.1 to 0.6.2.
+# Fields that no checkpoint sets: a provider from `AutoBridge.from_hf_pretrained` leaves them at TransformerConfig's
+# defaults. Source: the assignments in megatron/bridge/models/**/*_bridge.py and the class bodies of the providers,
+# 0.3.1 to 0.6.2.
 NOT_FROM_CHECKPOINTS = frozenset(
     "cuda_graph_impl cuda_graph_scope cuda_graph_modules cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph "
     "inference_cuda_graph_scope recompute_granularity recompute_modules moe_layer_recompute cpu_offloading "
     "fine_grained_activation_offloading offload_modules fine_grained_offloading_max_inflight_offloads "
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_input_jitter_eps moe_router_padding_for_fp8 "
     "moe_router_padding_for_quantization moe_paged_stash moe_expert_rank_capacity_factor variable_seq_lengths "
-    "overlap_moe_expert_parallel_comm delay_wgrad_compute gtp_weight_remat_size expert_gtp_weight_remat_size batch_p2p_comm "
+    "overlap_moe_expert_parallel_comm delay_wgrad_compute gtp_weight_remat_size expert_gtp_weight_remat_size "
+    "batch_p2p_comm "
     "batch_p2p_sync hybrid_context_parallel use_te_rng_tracker pipeline_model_parallel_size "
     "virtual_pipeline_model_parallel_size expert_model_parallel_size".split()
 )
 # ... except for this family, whose provider classes recompute by default
 RECOMPUTES_BY_CLASS = "sarvam"
 
-# What other frameworks make of the same settings, and their own. Source: megatron/training/arguments.py 0.19.2 (one flag for both
-# NaN checks); nemo_automodel/components/models/common/utils.py 0.7.0, where Transformer Engine is installed.
+# What other frameworks make of the same settings, and their own. Source: megatron/training/arguments.py 0.19.2 (one
+# flag for both NaN checks); nemo_automodel/components/models/common/utils.py 0.7.0, where Transformer Engine is
+# installed.
 BY_FRAMEWORK: dict[str, dict[str, Any]] = {
     "nemo-automodel": {
         "backend.cuda_graph.modules": [],
@@ -126,8 +130,8 @@ BY_FRAMEWORK: dict[str, dict[str, Any]] = {
     "megatron-lm": {"ddp.check_for_nan_in_grad": True},
 }
 
-# Values that stand for everything a fact can hold, as far as any condition asks. A rule that answers the same for all of them
-# does not need the fact.
+# Values that stand for everything a fact can hold, as far as any condition asks. A rule that answers the same for all
+# of them does not need the fact.
 _YES_NO = (False, True)
 DOMAINS: dict[str, tuple[Any, ...]] = {
     "enable_cuda_graph": _YES_NO,
@@ -200,7 +204,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def of_config(minor: int) -> dict[str, Any]:
-    """Defaults of TransformerConfig in this minor version, `...` where the default is not a literal. Do not change it."""
+    """Defaults of TransformerConfig in this minor version, `...` where one is not a literal. Do not change it."""
     values = dict(ABSENT)
     if minor < 18:
         # the scopes' field had another name, and another default

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judge a run: every rule, on every side of every branch that it reads, whatever else is unknown.
 
-A condition is run again and again: once a side of each branch that it meets, and once a candidate value of each unknown fact
-(`defaults.DOMAINS`). Only what the condition really reads is decided, so a recipe with many branches stays cheap, and a rule
-whose answer does not hang on an unknown fact never asks for it.
+A condition is run again and again: once a side of each branch that it meets, and once a candidate value of each unknown
+fact (`defaults.DOMAINS`). Only what the condition really reads is decided, so a recipe with many branches stays cheap,
+and a rule whose answer does not hang on an unknown fact never asks for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cudagraphs.settings import Branch, Choice, Known, Settings, Source
 
 # A rule that is run more often than this to decide on branches and unknown facts is reported as undetermined.
 MAX_RUNS = 200
-# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba layer.
+# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
+# layer.
 PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
 
 

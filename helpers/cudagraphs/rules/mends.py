@@ -50,8 +50,8 @@ def full_iteration(facts: Facts, versions: Versions) -> Overrides:
 def off(facts: Facts, versions: Versions) -> Overrides:
     """The overrides that turn the graphs of the model off.
 
-    From 0.18 on "full_iteration" among the scopes turns graphs on even where the implementation is "none", and from 0.16 on
-    the scopes are checked even then, so scopes that are not plainly harmless go too.
+    From 0.18 on "full_iteration" among the scopes turns graphs on even where the implementation is "none", and from
+    0.16 on the scopes are checked even then, so scopes that are not plainly harmless go too.
     """
     overrides: Overrides = {name: False for name in ("enable_cuda_graph", "external_cuda_graph") if known(facts, name)}
     if versions.minor < 15:

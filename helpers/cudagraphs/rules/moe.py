@@ -106,7 +106,8 @@ RULES = (
         message="moe_preprocess is captured only together with moe_router",
         mend="add moe_router to the scopes, or drop moe_preprocess",
         fix=narrower,
-        why="The preprocessing reads what the router writes; the two share one graph. The local implementation adds the missing "
+        why="The preprocessing reads what the router writes; the two share one graph. The local implementation adds "
+        "the missing "
         "one by itself, Transformer Engine's does not.",
         source=CONFIG,
         upstream=("moe_preprocess cuda graph is only supported with moe_router cuda graph.",),
@@ -128,7 +129,8 @@ RULES = (
         message="the scopes {graph.modules} name parts of an MoE layer, and num_moe_experts is {num_moe_experts}",
         mend="drop moe, moe_router and moe_preprocess; a dense model has attn and mlp",
         fix=narrower,
-        why="A model without experts (or with a single one, which upstream counts as dense) has no MoE layer to capture.",
+        why="A model without experts (or with a single one, which upstream counts as dense) has no MoE layer to "
+        "capture.",
         source=CONFIG,
         upstream=("moe cuda graph is only supported for MoE.",),
         bad=(
@@ -147,7 +149,8 @@ RULES = (
         message="mlp captures dense layers, and moe_layer_freq={moe_layer_freq} leaves none",
         mend="drop mlp",
         fix=narrower,
-        why="With moe_layer_freq 1, or a pattern without a 0, every layer is an MoE layer. A frequency of 2 or more leaves dense "
+        why="With moe_layer_freq 1, or a pattern without a 0, every layer is an MoE layer. A frequency of 2 or more "
+        "leaves dense "
         "layers and passes.",
         source=CONFIG,
         upstream=("mlp cuda graph is only supported for dense layers, but not found in the model.",),
@@ -172,7 +175,8 @@ RULES = (
         mend="moe_router and moe_preprocess instead of moe (then attn); or set a capacity factor and "
         "moe_pad_expert_input_to_capacity=True, which drops tokens",
         fix=_moe_to_router,
-        why="Without padding to a capacity the number of tokens an expert gets changes with every batch, and the dispatcher "
+        why="Without padding to a capacity the number of tokens an expert gets changes with every batch, and the "
+        "dispatcher "
         "copies it to the host; neither can be recorded.",
         source=CONFIG,
         upstream=("moe cuda graph is only supported with drop-padding MoE.",),
@@ -197,11 +201,13 @@ RULES = (
         severity="error",
         mcore=(16, None),
         when=_synchronizing_preprocess,
-        message="with the alltoall dispatcher, moe_expert_capacity_factor={moe_expert_capacity_factor} without padding and "
+        message="with the alltoall dispatcher, moe_expert_capacity_factor={moe_expert_capacity_factor} without "
+        "padding and "
         "moe_router_padding_for_fp8={moe_router_padding_for_fp8}, the preprocessing copies counts to the host",
         mend="drop moe_preprocess and keep moe_router",
         fix=narrower,
-        why="The alltoall dispatcher reads token counts on the host when it drops without padding or pads for FP8; a copy to the "
+        why="The alltoall dispatcher reads token counts on the host when it drops without padding or pads for FP8; a "
+        "copy to the "
         "host and the wait for it cannot be recorded.",
         source=CONFIG,
         upstream=("moe_preprocess cuda graph is not supported when there are DtoH copies and synchronizations",),

@@ -105,7 +105,8 @@ RULES = (
         mend="keep one; better, set cuda_graph_impl and leave both flags False",
         fix=lambda f, v: {"enable_cuda_graph": False},
         safe=False,
-        why="enable_cuda_graph asks for the local implementation and external_cuda_graph for Transformer Engine's; only one "
+        why="enable_cuda_graph asks for the local implementation and external_cuda_graph for Transformer Engine's; "
+        "only one "
         "can own the graphs.",
         source=CONFIG,
         upstream=("enable_cuda_graph and external_cuda_graph cannot be enabled at the same time.",),
@@ -122,7 +123,8 @@ RULES = (
         message="cuda_graph_scope is {cuda_graph_scope} and cuda_graph_modules is {cuda_graph_modules}",
         mend="also set cuda_graph_scope to None; it is often set by a base recipe",
         fix=lambda f, v: {"cuda_graph_scope": None},
-        why="From 0.18 cuda_graph_scope is only the old name of cuda_graph_modules. A base recipe that sets the old name "
+        why="From 0.18 cuda_graph_scope is only the old name of cuda_graph_modules. A base recipe that sets the old "
+        "name "
         '(often to "full") and a recipe on top that sets the new one make a configuration that upstream rejects.',
         source=CONFIG,
         upstream=("cuda_graph_scope and cuda_graph_modules cannot be set together.",),
@@ -165,10 +167,13 @@ RULES = (
         severity="error",
         mcore=(16, None),
         when=noted("CG005"),
-        message="a scope is not among the names of this version: scope {cuda_graph_scope}, modules {cuda_graph_modules}",
-        mend="use names of the version (attn, mlp, moe, moe_router, moe_preprocess, mamba), without spaces after commas",
+        message="a scope is not among the names of this version: scope {cuda_graph_scope}, modules "
+        "{cuda_graph_modules}",
+        mend="use names of the version (attn, mlp, moe, moe_router, moe_preprocess, mamba), without spaces after "
+        "commas",
         fix=_rename_scopes,
-        why="Upstream looks each name up in an enum and stops with a bare KeyError. A comma-separated string keeps its spaces, "
+        why="Upstream looks each name up in an enum and stops with a bare KeyError. A comma-separated string keeps "
+        "its spaces, "
         'so "attn, mlp" asks for a scope named " mlp"; up to 0.17 an empty string asks for a scope with no name.',
         source=f"{CONFIG} (0.16, 0.17); {GRAPH_CONFIG} normalize_cuda_graph_modules (0.18+)",
         upstream=("KeyError",),
@@ -185,10 +190,12 @@ RULES = (
         severity="error",
         mcore=(16, None),
         when=noted("CG006"),
-        message="the scopes are not a string or a list of names: scope {cuda_graph_scope}, modules {cuda_graph_modules}",
+        message="the scopes are not a string or a list of names: scope {cuda_graph_scope}, modules "
+        "{cuda_graph_modules}",
         mend='give a list of plain names, for example ["attn"]',
         fix=_rename_scopes,
-        why="Up to 0.17 the list must hold strings only or CudaGraphScope members only. From 0.18 strings and CudaGraphModule "
+        why="Up to 0.17 the list must hold strings only or CudaGraphScope members only. From 0.18 strings and "
+        "CudaGraphModule "
         "members may be mixed, but members of the old CudaGraphScope are refused inside cuda_graph_modules.",
         source=f"{CONFIG} (0.16, 0.17); {GRAPH_CONFIG} normalize_cuda_graph_modules (0.18+)",
         upstream=(
@@ -304,7 +311,8 @@ RULES = (
         when=noted("CG011"),
         message="the scope full_iteration_inference does not go with "
         "inference_cuda_graph_scope={inference_cuda_graph_scope}",
-        mend='drop the old name from the scopes and set inference_cuda_graph_scope="block" with the local implementation',
+        mend='drop the old name from the scopes and set inference_cuda_graph_scope="block" with the local '
+        "implementation",
         fix=lambda f, v: {
             **_without(f, v, "full_iteration_inference"),
             "inference_cuda_graph_scope": "block" if f["graph.impl"] == "local" else None,
@@ -341,7 +349,8 @@ RULES = (
         mcore=(15, None),
         when=noted("CG012"),
         message="cuda_graph_impl={cuda_graph_impl} is not an implementation of this version",
-        mend="use none, local or transformer_engine; full_iteration is an implementation from 0.18, and up to 0.17 it is "
+        mend="use none, local or transformer_engine; full_iteration is an implementation from 0.18, and up to 0.17 it "
+        "is "
         "local with the scope full_iteration",
         fix=_rename_impl,
         why="Upstream keeps a fixed list of implementations, and it grew in 0.18.",
@@ -376,8 +385,10 @@ RULES = (
         severity="error",
         mcore=(18, None),
         when=noted("CG014"),
-        message="inference_cuda_graph_scope={inference_cuda_graph_scope} does not go with the implementation {graph.impl}",
-        mend="leave inference_cuda_graph_scope unset; local takes layer or block, every other implementation takes none",
+        message="inference_cuda_graph_scope={inference_cuda_graph_scope} does not go with the implementation "
+        "{graph.impl}",
+        mend="leave inference_cuda_graph_scope unset; local takes layer or block, every other implementation takes "
+        "none",
         fix=lambda f, v: {"inference_cuda_graph_scope": None},
         why="Only the local implementation captures inference, and it always does.",
         source=f"{CONFIG}; {GRAPH_CONFIG} ALLOWED_INFERENCE_SCOPES",
@@ -413,9 +424,11 @@ RULES = (
         severity="error",
         when=lambda f, v: bool(f["graph.foreign"]),
         message="megatron-core 0.{version.minor} has no field named {graph.foreign}",
-        mend="use the names of the version: cuda_graph_modules from 0.18, cuda_graph_scope before; cuda_graph_impl from 0.15, "
+        mend="use the names of the version: cuda_graph_modules from 0.18, cuda_graph_scope before; cuda_graph_impl "
+        "from 0.15, "
         "enable_cuda_graph or external_cuda_graph before; inference_cuda_graph_scope from 0.18",
-        why="As a keyword argument an unknown field is a TypeError; as an attribute of a configuration that exists it is worse, "
+        why="As a keyword argument an unknown field is a TypeError; as an attribute of a configuration that exists it "
+        "is worse, "
         "because nothing reads it and nothing complains.",
         source="megatron/core/transformer/transformer_config.py TransformerConfig",
         upstream=("got an unexpected keyword argument",),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the graph fields of TransformerConfig become after upstream's migrations, version by version.
 
-One function an era, each a mirror of `TransformerConfig.__post_init__` (and of Megatron Bridge's clearing of scopes around
-it). Where upstream would raise, the code of the rule is noted and the migration goes on as well as it can, so that
-everything wrong is reported at once.
+One function an era, each a mirror of `TransformerConfig.__post_init__` (and of Megatron Bridge's clearing of scopes
+around it). Where upstream would raise, the code of the rule is noted and the migration goes on as well as it can, so
+that everything wrong is reported at once.
 
 Source: megatron/core/transformer/transformer_config.py and cuda_graph_config.py, 0.13.1 to 0.19.2;
 megatron/bridge/utils/cuda_graph.py `validate_cuda_graph_configuration`, 0.6.2.

@@ -41,7 +41,8 @@ RULES = (
         "{graph.modules}",
         mend="drop moe and mlp from the scopes; up to 0.17 the implementation must be transformer_engine",
         fix=narrower,
-        why="The overlap interleaves the forward of one microbatch with the backward of another, in pieces that a graph of the "
+        why="The overlap interleaves the forward of one microbatch with the backward of another, in pieces that a "
+        "graph of the "
         "whole MoE layer or MLP would weld together.",
         source=CONFIG,
         upstream=("CUDA graph scope on moe and mlp is not supported with overlap_moe_expert_parallel_comm",),
@@ -66,7 +67,8 @@ RULES = (
         message="delay_wgrad_compute with Transformer Engine graphs needs Transformer Engine 2.10",
         mend="use Transformer Engine 2.10 or newer, or turn delay_wgrad_compute off, or turn graphs off",
         fix=lambda f, v: {"delay_wgrad_compute": False},
-        why="The delayed weight gradient runs after the graph's backward; Transformer Engine can split the two from 2.10 on. "
+        why="The delayed weight gradient runs after the graph's backward; Transformer Engine can split the two from "
+        "2.10 on. "
         "Where it is absent the check fails too.",
         source=CONFIG,
         upstream=("TE version >= 2.10.0 is required for delay_wgrad_compute with partial cuda graph",),

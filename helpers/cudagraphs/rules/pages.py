@@ -14,7 +14,10 @@ from pathlib import Path
 from cudagraphs.rules import REGISTRY, TOPICS
 from cudagraphs.rules.base import BRIDGE, LM, Example, Rule
 
-HEADER = "Generated from the rules by `python helpers/validate_constraints.py --write-pages references/rules`; do not edit.\n"
+HEADER = (
+    "Generated from the rules by `python helpers/validate_constraints.py --write-pages references/rules`; "
+    "do not edit.\n"
+)
 SEVERITIES = {
     "error": "upstream rejects it, or it is known to break",
     "runtime": "the configuration is accepted, and fails or captures nothing later",

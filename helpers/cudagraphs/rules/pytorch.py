@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CG9xx: graphs in plain PyTorch, Transformer Engine's graphed callables, DeepSpeed and FSDP.
 
-Facts: `torch.capture` is "none", "partial" (single modules) or "full_iteration" (forward, backward and maybe the optimizer);
-the other `torch.*` and `deepspeed.*` facts say what is around it.
+Facts: `torch.capture` is "none", "partial" (single modules) or "full_iteration" (forward, backward and maybe the
+optimizer); the other `torch.*` and `deepspeed.*` facts say what is around it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RULES = (
         frameworks=(PYTORCH, DEEPSPEED),
         when=lambda f, v: bool(f["torch.optimizer_in_graph"]) and not f["torch.optimizer_capturable"],
         message="{torch.optimizer} is stepped inside a graph, and capturable is {torch.optimizer_capturable}",
-        mend="construct the optimizer with capturable=True before the capture, and give the learning rate as a device tensor",
+        mend="construct the optimizer with capturable=True before the capture, and give the learning rate as a device "
+        "tensor",
         fix=lambda f, v: {"torch.optimizer_capturable": True, "torch.lr_is_tensor": True},
         why="Without capturable the optimizer keeps its step count on the host and reads it; under capture it raises.",
         source="torch/optim/adamw.py and its kin; Lightning#18501",
@@ -92,7 +93,8 @@ RULES = (
         mend="capture submodules inside the FSDP units, or use FSDP2 with resharding after the forward off",
         fix=lambda f, v: {"torch.capture": "partial"},
         safe=False,
-        why="Its hooks free and gather parameters, wait on events and copy through pinned memory; none of that can be recorded.",
+        why="Its hooks free and gather parameters, wait on events and copy through pinned memory; none of that can be "
+        "recorded.",
         source="pytorch#127225, pytorch#164264",
         upstream=("operation not permitted when stream is capturing",),
         bad=(Example({**WHOLE, "torch.fsdp": 1}),),
@@ -214,9 +216,12 @@ RULES = (
         when=lambda f, v: (
             f["torch.capture"] == "partial" and f["torch.gradient_accumulation"] > 1 and not f["torch.grads_cloned"]
         ),
-        message="gradients of {torch.gradient_accumulation} microbatches are accumulated from buffers that the graph reuses",
-        mend="compare two or more microbatches a step with eager; clone the returned gradients, or accumulate in the backward",
-        why="A graphed backward returns the same buffers in every replay. Where the first microbatch's gradient is taken over "
+        message="gradients of {torch.gradient_accumulation} microbatches are accumulated from buffers that the graph "
+        "reuses",
+        mend="compare two or more microbatches a step with eager; clone the returned gradients, or accumulate in the "
+        "backward",
+        why="A graphed backward returns the same buffers in every replay. Where the first microbatch's gradient is "
+        "taken over "
         "without a copy, the second overwrites it.",
         source="pytorch#181723, TransformerEngine PR 2937",
         bad=(Example({**PARTIAL, "torch.gradient_accumulation": 2}),),
@@ -233,11 +238,14 @@ RULES = (
             and f["torch.microbatches_in_flight"] > 1
             and not f["torch.graph_per_microbatch"]
         ),
-        message="{torch.microbatches_in_flight} microbatches are in flight between forward and backward, and each module has one "
+        message="{torch.microbatches_in_flight} microbatches are in flight between forward and backward, and each "
+        "module has one "
         "graph",
-        mend="capture one graph a microbatch in flight (Transformer Engine's make_graphed_callables takes the schedule as _order), "
+        mend="capture one graph a microbatch in flight (Transformer Engine's make_graphed_callables takes the "
+        "schedule as _order), "
         "or run one microbatch at a time",
-        why="A second forward through the same graph overwrites the activations that the first one's backward still needs; "
+        why="A second forward through the same graph overwrites the activations that the first one's backward still "
+        "needs; "
         "gradients are wrong or NaN. A pipeline without interleaving does exactly that.",
         source="Megatron-LM#422; transformer_engine/pytorch/graph.py make_graphed_callables (_order)",
         bad=(Example({**PARTIAL, "torch.microbatches_in_flight": 4}),),
@@ -260,7 +268,8 @@ RULES = (
         message="the model lies on device {torch.model_device}, and device {torch.current_device} is current",
         mend="call torch.cuda.set_device(...) before warm-up and capture, and make the streams on that device",
         fix=lambda f, v: {"torch.current_device": f["torch.model_device"]},
-        why="The capture stream is made on the current device, and work that lands on another device's default stream breaks the "
+        why="The capture stream is made on the current device, and work that lands on another device's default stream "
+        "breaks the "
         "capture.",
         source="pytorch#87794",
         upstream=("operation not permitted when stream is capturing",),
@@ -275,8 +284,10 @@ RULES = (
         frameworks=(PYTORCH, DEEPSPEED),
         when=lambda f, v: bool(f["torch.optimizer_in_graph"]) and bool(f["torch.params_without_grad"]),
         message="the optimizer step is captured while some parameters have no gradient: these are never updated again",
-        mend="give every trainable parameter a gradient before the capture, and keep the buffers (zero_grad(set_to_none=False))",
-        why="The step skips a parameter without a gradient, and the graph keeps skipping it when the gradient comes later.",
+        mend="give every trainable parameter a gradient before the capture, and keep the buffers "
+        "(zero_grad(set_to_none=False))",
+        why="The step skips a parameter without a gradient, and the graph keeps skipping it when the gradient comes "
+        "later.",
         source="microsoft/dion PR 108",
         bad=(
             Example(

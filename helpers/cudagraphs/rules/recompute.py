@@ -94,7 +94,7 @@ def _offload_impl(f: Facts, v: Versions) -> bool:
 
 
 def _local_offload_fix(f: Facts, v: Versions) -> dict[str, Any]:
-    """Transformer Engine takes any offloading: the same scopes under it if the rules accept them, else the most they do."""
+    """Transformer Engine takes any offloading: the same scopes under it, or as many as the rules accept."""
     modules = f["graph.modules"]
     if not mends.rejected(config_rules(v.minor), mends.Overlay(f, "transformer_engine", modules), v):
         overrides = {"cuda_graph_impl": "transformer_engine", **mends.scopes(f, v, modules)}
@@ -120,7 +120,8 @@ RULES = (
         message="cpu_offloading does not go with the implementation {graph.impl} in this version",
         mend="turn graphs off, or turn cpu_offloading off; from 0.18 full-iteration capture passes this check",
         fix=mends.off,
-        why="The offloading hooks copy between host and device on their own stream at every layer, which the graphs of single "
+        why="The offloading hooks copy between host and device on their own stream at every layer, which the graphs "
+        "of single "
         "layers cannot hold. From 0.18 full-iteration capture is let through.",
         source=CONFIG,
         upstream=("CUDA graphs not supported with CPU offloading.",),
@@ -145,10 +146,12 @@ RULES = (
         mcore=(13, 15),
         when=_any_recompute,
         message="recompute_granularity={recompute.granularity} does not go with graphs in this version",
-        mend="turn recompute off or turn graphs off; 0.15 allows selective recompute with transformer_engine and the scope "
+        mend="turn recompute off or turn graphs off; 0.15 allows selective recompute with transformer_engine and the "
+        "scope "
         '"attn" written as a plain string; newer versions allow more',
         fix=_recompute_fix,
-        why="Up to 0.14 enable_cuda_graph excludes every recompute. 0.15 lets one combination through and compares the scope "
+        why="Up to 0.14 enable_cuda_graph excludes every recompute. 0.15 lets one combination through and compares "
+        "the scope "
         'with the string "attn", so a list with that one name fails too.',
         source=CONFIG,
         upstream=("CUDA graphs not supported with activation recomputation.",),
@@ -204,11 +207,13 @@ RULES = (
         severity="error",
         mcore=(16, None),
         when=_full_recompute,
-        message="recompute_granularity={recompute.granularity} goes only with full-iteration capture; the implementation is "
+        message="recompute_granularity={recompute.granularity} goes only with full-iteration capture; the "
+        "implementation is "
         "{graph.impl} with the scopes {graph.modules}",
         mend="selective recompute with recompute_modules, or full-iteration capture, or no graphs",
         fix=mends.off,
-        why="Full recompute runs each layer again in the backward pass, from outside the graphs that hold the layer. Only a "
+        why="Full recompute runs each layer again in the backward pass, from outside the graphs that hold the layer. "
+        "Only a "
         "graph of the whole iteration holds both runs. Up to 0.17 the scope must be full_iteration and nothing else.",
         source=CONFIG,
         upstream=("full recompute is only supported with full iteration CUDA graph.",),
@@ -237,7 +242,8 @@ RULES = (
             f["graph.impl"] == "transformer_engine" and "moe_router" in f["graph.modules"] and recomputed(f, "moe")
         ),
         message="the whole MoE layer is recomputed, and its router is captured by Transformer Engine",
-        mend="drop moe_router and moe_preprocess from the scopes, or take moe out of recompute_modules (moe_act may stay)",
+        mend="drop moe_router and moe_preprocess from the scopes, or take moe out of recompute_modules (moe_act may "
+        "stay)",
         fix=narrower,
         why="The recomputed MoE layer would run through the router's graph a second time within one backward pass.",
         source=CONFIG,
@@ -276,12 +282,15 @@ RULES = (
         when=lambda f, v: (
             f["graph.active"] and recomputed(f, "core_attn") and captured(f, "attn") and f["attention_dropout"] != 0.0
         ),
-        message="attention is captured, core_attn is recomputed (the default of recompute_modules), and attention_dropout is "
+        message="attention is captured, core_attn is recomputed (the default of recompute_modules), and "
+        "attention_dropout is "
         "{attention_dropout}",
-        mend="set attention_dropout to 0, or drop attn from the scopes, or recompute other modules; Transformer Engine's fused "
+        mend="set attention_dropout to 0, or drop attn from the scopes, or recompute other modules; Transformer "
+        "Engine's fused "
         "attention makes recomputing core_attn needless",
         fix=narrower,
-        why="Recomputation must draw the same random numbers a second time, and a captured kernel cannot go back in its stream "
+        why="Recomputation must draw the same random numbers a second time, and a captured kernel cannot go back in "
+        "its stream "
         "of random numbers. The default of attention_dropout is 0.1, not 0.",
         source=CONFIG,
         upstream=("attention dropout is not supported with graphed attention recomputation.",),
@@ -308,7 +317,8 @@ RULES = (
         message="a captured MLP or MoE layer is recomputed, and hidden_dropout is {hidden_dropout}",
         mend="set hidden_dropout to 0, or drop the recomputed module from the scopes, or from recompute_modules",
         fix=narrower,
-        why="Recomputation must draw the same random numbers a second time, and a captured kernel cannot go back in its stream "
+        why="Recomputation must draw the same random numbers a second time, and a captured kernel cannot go back in "
+        "its stream "
         "of random numbers. The default of hidden_dropout is 0.1, not 0.",
         source=CONFIG,
         upstream=("hidden dropout is not supported with graphed MLP/MoE recomputation.",),
@@ -394,11 +404,13 @@ RULES = (
             and f["moe_shared_expert_intermediate_size"] is not None
             and not f["moe_shared_expert_overlap"]
         ),
-        message="shared experts are captured by local graphs and recomputed under FP8 or FP4, with gtp_weight_remat_size="
+        message="shared experts are captured by local graphs and recomputed under FP8 or FP4, with "
+        "gtp_weight_remat_size="
         "{gtp_weight_remat_size}",
         mend="take shared_experts out of recompute_modules, or use full-iteration capture",
         fix=narrower,
-        why="Transformer Engine's checkpoint needs a plain backward call, and the warm-up of the local forward graph asks for "
+        why="Transformer Engine's checkpoint needs a plain backward call, and the warm-up of the local forward graph "
+        "asks for "
         "gradients in another way.",
         source=CONFIG,
         upstream=("GTP + local CUDA graphs that capture shared_experts",),
@@ -438,11 +450,13 @@ RULES = (
         severity="error",
         mcore=(18, None),
         when=_offload_impl,
-        message="fine_grained_activation_offloading does not go with the local implementation and the scopes {graph.modules}",
+        message="fine_grained_activation_offloading does not go with the local implementation and the scopes "
+        "{graph.modules}",
         mend="use transformer_engine with the same scopes, or full-iteration capture; from 0.19 local may offload "
         "expert_fc1, moe_act or fused_group_mlp beside partial MoE scopes",
         fix=_local_offload_fix,
-        why="Offloading has to know the order in which graphs are replayed; only Transformer Engine's graphs and full-iteration "
+        why="Offloading has to know the order in which graphs are replayed; only Transformer Engine's graphs and "
+        "full-iteration "
         "capture tell it, and from 0.19 the local implementation where the offloaded part runs outside its graphs.",
         source=CONFIG,
         upstream=(

@@ -13,7 +13,7 @@ REGISTRY = Registry()
 
 @cache
 def config_rules(minor: int) -> tuple[Rule, ...]:
-    """The config-layer rules of a megatron-core minor version whose conditions go beyond names (`normalize` judges those)."""
+    """The config-layer rules of a minor version whose conditions go beyond names (`normalize` judges those)."""
     versions = Versions(mcore=(0, minor))
     return tuple(
         rule for rule in REGISTRY if rule.layer == "config" and rule.code >= "CG1" and rule.holds_for(CORE, versions)

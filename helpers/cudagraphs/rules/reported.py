@@ -28,9 +28,11 @@ RULES = (
         severity="warning",
         when=lambda f, v: te(f) and v.te is not None and not v.at_least("te", 2, 10),
         message="Transformer Engine before 2.10 has no reset of graphs: they live until the process ends",
-        mend="use Transformer Engine 2.10 or newer; delete the graphs through the helper, guarded by graphs_created(), before the "
+        mend="use Transformer Engine 2.10 or newer; delete the graphs through the helper, guarded by "
+        "graphs_created(), before the "
         "process groups are destroyed",
-        why="Graphs hold NCCL kernels. Destroying the process groups first waits for graphs that are never freed, and the job "
+        why="Graphs hold NCCL kernels. Destroying the process groups first waits for graphs that are never freed, and "
+        "the job "
         "hangs at its end until the scheduler's limit.",
         source="Megatron-Bridge#3595; megatron/core/transformer/cuda_graphs.py TECudaGraphHelper.delete_cuda_graphs",
         bad=(Example({**TE, "cuda_graph_modules": ["attn"]}, {**NEW, "te": "2.9"}),),
@@ -47,10 +49,12 @@ RULES = (
             and bool(f["ddp.overlap_param_gather"])
             and bool(f["ddp.reuse_grad_buf_for_mxfp8_param_ag"])
         ),
-        message="FP8 parameters are gathered into gradient buffers while a full-iteration graph runs: the first replay may see "
+        message="FP8 parameters are gathered into gradient buffers while a full-iteration graph runs: the first "
+        "replay may see "
         "zero gradients",
         mend="compare the very first replay with eager, not only a later one; smoke_capture does",
-        why="The buffer that holds the gathered parameters is reused for gradients; at the switch from eager to replay one of "
+        why="The buffer that holds the gathered parameters is reused for gradients; at the switch from eager to "
+        "replay one of "
         "the two can be stale.",
         source="Megatron-Bridge PR 3076",
         bad=(
@@ -73,11 +77,14 @@ RULES = (
         severity="warning",
         when=_tight_memory,
         message="a full-iteration graph of an FP8 MoE, and PYTORCH_CUDA_ALLOC_CONF is {env.PYTORCH_CUDA_ALLOC_CONF}",
-        mend=f"before torchrun: PYTORCH_CUDA_ALLOC_CONF={REUSE} and NCCL_GRAPH_REGISTER=0; then measure reserved memory",
+        mend=f"before torchrun: PYTORCH_CUDA_ALLOC_CONF={REUSE} and NCCL_GRAPH_REGISTER=0; then measure reserved "
+        f"memory",
         fix=lambda f, v: {"env.PYTORCH_CUDA_ALLOC_CONF": REUSE, "env.NCCL_GRAPH_REGISTER": "0"},
         safe=False,
-        why="Blocks that cross streams inside a capture are not reused until it ends, and a whole iteration of an MoE has many. "
-        "The launcher of the official recipes sets both variables; a run that bypasses it goes out of memory with the same "
+        why="Blocks that cross streams inside a capture are not reused until it ends, and a whole iteration of an MoE "
+        "has many. "
+        "The launcher of the official recipes sets both variables; a run that bypasses it goes out of memory with the "
+        "same "
         "settings.",
         source="Megatron-Bridge#4587",
         upstream=("CUDA out of memory",),
@@ -112,7 +119,8 @@ RULES = (
         message="cuda_graph_warmup_steps is {cuda_graph_warmup_steps}",
         mend="set cuda_graph_warmup_steps to 1 or more (3 is the default)",
         fix=lambda f, v: {"cuda_graph_warmup_steps": 3},
-        why="The first steps allocate workspaces, build communicators and tune kernels, and none of that can happen inside a "
+        why="The first steps allocate workspaces, build communicators and tune kernels, and none of that can happen "
+        "inside a "
         "capture.",
         source="megatron/core/transformer/transformer_config.py TransformerConfig.cuda_graph_warmup_steps",
         upstream=("operation not permitted when stream is capturing",),
@@ -135,7 +143,8 @@ RULES = (
         fix=lambda f, v: (
             {"optimizer.optimizer_cuda_graph": False} if v.minor == 18 else {"optimizer.grad_norm_skip_threshold": inf}
         ),
-        why="The norm is a tensor on the device where fused kernels are there, and comparing it copies it to the host. 0.18 "
+        why="The norm is a tensor on the device where fused kernels are there, and comparing it copies it to the "
+        "host. 0.18 "
         "compares whatever the threshold is, 0.19 only with a finite one.",
         source="Megatron-LM#5889; megatron/core/optimizer/optimizer.py ChainedOptimizer.step (0.18, 0.19)",
         upstream=("operation not permitted when stream is capturing",),
@@ -159,10 +168,13 @@ RULES = (
             and "attn" in f["graph.modules"]
             and f["pipeline_model_parallel_size"] > 1
         ),
-        message="attention is captured while expert-parallel communication overlaps, with {pipeline_model_parallel_size} pipeline "
+        message="attention is captured while expert-parallel communication overlaps, with "
+        "{pipeline_model_parallel_size} pipeline "
         "stages: one user saw gradient norms explode after some eighty steps",
-        mend="compare a few hundred steps with eager before trusting it; smoke_capture compares gradients by parameter group",
-        why="The overlapped schedule keeps several microbatches in flight, each with graphs of its own. The report is open: "
+        mend="compare a few hundred steps with eager before trusting it; smoke_capture compares gradients by "
+        "parameter group",
+        why="The overlapped schedule keeps several microbatches in flight, each with graphs of its own. The report is "
+        "open: "
         "without graphs the same run is fine.",
         source="Megatron-LM#5966",
         upstream=("found NaN in local grad norm for bucket",),
@@ -205,11 +217,14 @@ RULES = (
             and f["moe_token_dispatcher_type"] == "alltoall"
             and f["expert_model_parallel_size"] > 1
         ),
-        message="users saw runs hang in the token dispatcher right after the capture with the alltoall dispatcher and these "
+        message="users saw runs hang in the token dispatcher right after the capture with the alltoall dispatcher and "
+        "these "
         "scopes",
-        mend="try a short run at full scale first; with the flex dispatcher (HybridEP or DeepEP) the preparation stays on the "
+        mend="try a short run at full scale first; with the flex dispatcher (HybridEP or DeepEP) the preparation "
+        "stays on the "
         "device",
-        why="The report is open: it came with one release and depends on scale, and attention alone hung in one of the setups.",
+        why="The report is open: it came with one release and depends on scale, and attention alone hung in one of "
+        "the setups.",
         source="Megatron-Bridge#3517",
         bad=(
             Example(
@@ -242,7 +257,8 @@ RULES = (
         severity="info",
         torch=((2, 14), None),
         when=lambda f, v: f["graph.active"],
-        message="PyTorch 2.14 warns about CUDAGraph.register_generator_state(), which megatron-core and Transformer Engine call",
+        message="PyTorch 2.14 warns about CUDAGraph.register_generator_state(), which megatron-core and Transformer "
+        "Engine call",
         mend="the warning is harmless; a PyTorch that drops the method needs a newer megatron-core",
         why="The tracker that graphs need asserts that the method is there.",
         source="Megatron-LM PR 7348",
