@@ -52,7 +52,7 @@ from cudagraphs.rules import check, graph_state  # noqa: E402
 from cudagraphs.rules.base import AUTOMODEL, MEGATRON, Finding, GraphState  # noqa: E402
 from cudagraphs.rules.defaults import SECTIONS, field_names  # noqa: E402
 from cudagraphs.rules.normalize import implementations, scope_names  # noqa: E402
-from cudagraphs.settings import Settings  # noqa: E402
+from cudagraphs.settings import Known, Settings  # noqa: E402
 from cudagraphs.versions import Versions  # noqa: E402
 
 PROGRAM = "apply_overrides"
@@ -232,7 +232,7 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
         )
     elif request.off:
         overrides = off(run.settings)
-        advice = Recommendation("none", (), overrides, {}, ["turned off on request"], [], None)
+        advice = Recommendation("none", (), overrides, {}, ["turned off on request"], left_off(run.settings), None)
     else:
         advice = kept(run.settings, before, request) or recommend(
             run.settings, preset=request.preset, impl=request.impl, scopes=request.scopes,
@@ -250,6 +250,17 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     findings = check(settings.with_values({f"env.{key}": value for key, value in exports.items()}))
     skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
     return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
+
+
+# What full iteration asks to turn off. Whether a recipe had them off for graphs or for its own sake cannot be read from it.
+NAN_CHECKS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
+
+
+def left_off(settings: Settings) -> list[str]:
+    """What to look at after graphs are off: checks that are off and may have been turned off for graphs only."""
+    facts = {name: settings.facts.get(name) for name in NAN_CHECKS}
+    off_now = [name for name, fact in facts.items() if isinstance(fact, Known) and fact.value is False and fact.how != "default"]
+    return [f"{name} is False and stays so; turn it on again if it was off for graphs only" for name in off_now]
 
 
 def kept(settings: Settings, before: GraphState, request: Request) -> Recommendation | None:
