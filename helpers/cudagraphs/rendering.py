@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,9 +91,10 @@ class Variable:
 
     def parse(self, value: Any) -> Any:
         """The value that a text (or one from the index) stands for. Raises RenderError for one outside the domain."""
-        text = str(value).strip() if not isinstance(value, bool) else str(value).lower()
+        text = str(value).lower() if isinstance(value, bool) else str(value)
         if any(not char.isprintable() for char in text):
             raise RenderError(f"{self.name}={text!r}: holds a line break or a control character; give printable characters")
+        text = text.strip()
         if self.type == "bool" and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if self.type == "choice" and text in self.of:
@@ -226,6 +227,8 @@ def advise(template: Template, values: Mapping[str, Any], settings: Settings) ->
         raise RenderError(str(error)) from None
     if advice.refused:
         raise Refused(advice.refused)
+    if advice.impl == "none" and impl is None:
+        raise Refused(advice.reasons[-1])
     if template.impls and advice.impl not in template.impls:
         raise Refused(f"template {template.name} is for {', '.join(template.impls)}, and the recommendation is {advice.impl}: {advice.reasons[-1]}")
     return advice
@@ -368,6 +371,29 @@ def _member(value: Any) -> Code:
     return Code(name)
 
 
+def _plain_only(function: Callable[[Any], Code]) -> Callable[[Any], Code]:
+    """A filter that takes plain data only: no undefined name, and no object that a template got hold of."""
+
+    def checked(value: Any) -> Code:
+        _check_plain(value)
+        return function(value)
+
+    return checked
+
+
+def _check_plain(value: Any) -> None:
+    from jinja2 import Undefined
+
+    if isinstance(value, Undefined):
+        str(value)  # a strict undefined name raises here, with its name
+        raise RenderError("a template reads a name that is not defined")
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        raise RenderError(f"a template writes {type(value).__name__}, which is no plain value; this is a fault of the template")
+
+
 def _finalize(value: Any) -> Any:
     if isinstance(value, Code):
         return value
@@ -382,9 +408,8 @@ def _environment(folder: Path) -> Any:
     environment = ImmutableSandboxedEnvironment(
         loader=FileSystemLoader(folder), undefined=StrictUndefined, finalize=_finalize, keep_trailing_newline=True, autoescape=False
     )
-    environment.filters = {
-        "py": _python, "sh": _shell, "shwords": _words, "yaml": _yaml, "line": _line, "path": _path, "module": _module, "member": _member,
-    }  # fmt: skip
+    filters = {"py": _python, "sh": _shell, "shwords": _words, "yaml": _yaml, "line": _line, "path": _path, "module": _module, "member": _member}
+    environment.filters = {name: _plain_only(function) for name, function in filters.items()}
     return environment
 
 
