@@ -206,6 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
     parser.add_argument("--turns", type=int, default=60, metavar="N", help="model calls for one run of an endpoint (default 60)")
     parser.add_argument("--output", type=Path, metavar="DIR")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="only what benchmark.json holds")
     parser.add_argument("--record", type=Path, metavar="DIR", help="keep transcripts and final files for replay")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only write workspaces and tasks")
     parser.add_argument("--collect", type=Path, metavar="DIR", help="grade the workspaces of --prepare after agents worked there")
@@ -276,6 +277,9 @@ def run_all(arguments: argparse.Namespace, chosen: list[Case], arms: list[str]) 
     document = benchmark(runs, arguments.agent, arguments.repeat)
     if arguments.output:
         write_output(arguments.output, runs, document)
+    if arguments.summary:
+        arguments.summary.parent.mkdir(parents=True, exist_ok=True)
+        arguments.summary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(table(document))
     return 0 if all(run.grade.passed for run in runs) else 1
 

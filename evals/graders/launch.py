@@ -70,6 +70,8 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
     for name, values in wanted.get("environment", {}).items():
         result.add(f"{name} is {' or '.join(map(str, values))}", env.get(name) in [str(value) for value in values], env.get(name))
     before = launched(case.workspace, wanted["script"], wanted.get("arguments", []))
+    if before is None:  # the script is the agent's own
+        return result
     free = (*GRAPH_OPTIONS, *wanted.get("may_change", []))
     old, new = (grouped(options(run["argv"]), free) for run in (before, after))
     result.add("no other option was changed", old == new, sorted(old ^ new)[:6] or "none was")

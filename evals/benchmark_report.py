@@ -1,0 +1,360 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Write BENCHMARK.md from the result files under evals/results/.
+
+Every number comes from a file that a command of this repository wrote, and is shown with both. A section without a file says
+that it was not run, and the command that would.
+
+Usage:
+    python evals/benchmark_report.py                 write BENCHMARK.md
+    python evals/benchmark_report.py --check         exit 1 if BENCHMARK.md is not what this would write
+    python evals/benchmark_report.py --results DIR --output FILE
+
+Output: the name of the file written.
+
+Exit codes: 0 written, or in step; 1 --check found a difference; 2 a result file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EVALS = Path(__file__).resolve().parent
+ROOT = EVALS.parent
+HEAD = """\
+# Benchmark
+
+Written by `python evals/benchmark_report.py` from the files under `evals/results/`; edit nothing here. Each section names its files
+and the command that writes them.
+"""
+
+
+class ResultError(ValueError):
+    """A result file that cannot be read; the text is one line naming it."""
+
+
+class Results:
+    """The result files, and what is missing among them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.missing: list[tuple[str, str]] = []
+
+    def files(self, pattern: str, what: str, command: str) -> list[Path]:
+        """The files that match; where there are none, `what` is noted as not run with the command that would."""
+        found = sorted(self.folder.glob(pattern))
+        if not found:
+            self.missing.append((what, command))
+        return found
+
+    def load(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ResultError(f"{path}: {error}") from None
+
+    def name(self, path: Path) -> str:
+        return f"evals/results/{path.relative_to(self.folder).as_posix()}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def not_run(what: str, command: str) -> str:
+    return f"Not run: {what}. `{command}`"
+
+
+def percent(value: float) -> str:
+    return f"{value:.0%}" if value in (0, 1) else f"{value:.1%}"
+
+
+# -- agent evals --------------------------------------------------------------------------------------------------------------
+
+
+def agent_evals(results: Results) -> str:
+    cases = json.loads((EVALS / "evals.json").read_text(encoding="utf-8"))["evals"]
+    negatives = sum(not entry["should_trigger"] for entry in cases)
+    parts = [
+        f"{len(cases)} cases, {negatives} of them negatives (tasks near the subject to which the skill does not apply). Configurations are "
+        "graded by the released upstream code, scripts by running them, answers by value; no model grades another."
+    ]
+    command = 'python evals/run_evals.py --collect DIR --agent NAME --record evals/results/agents'
+    what = "real agents with and without the skill"
+    files = results.files("agents/benchmark.json", what, command)
+    parts += ["### Real agents", ""] + ([_real_agents(results, files[0])] if files else [not_run(what, command)])
+    parts += ["### Built-in agents", "", _built_in(results), "### Ablation", "", _ablation(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _real_agents(results: Results, path: Path) -> str:
+    document = results.load(path)
+    summary = dict(document["run_summary"])
+    delta = summary.pop("delta", None)
+    rows = [
+        (arm, row["cases"], row["runs"], percent(row["pass_rate"]["mean"]), f"{row['tool_calls']['mean']:.1f}",
+         f"{row['time_seconds']['mean']:.0f} s", f"{row['tokens']['mean']:.0f}" if row["tokens"]["mean"] else "not known")
+        for arm, row in summary.items()
+    ]  # fmt: skip
+    text = f"Agent: {document['agent']}; recorded {document['date']}; one fresh agent a run.\n\n"
+    text += table(("arm", "cases", "runs", "passed", "tool calls (mean)", "time (mean)", "tokens (mean)"), rows)
+    if delta:
+        text += (
+            f"\n\nDifference in pass rate, with minus without, over the {delta['cases']} cases that both arms ran: "
+            f"{delta['pass_rate'] * 100:+.1f} points, 95% interval {delta['low'] * 100:+.1f} to {delta['high'] * 100:+.1f} (bootstrap over cases). "
+        )
+        if delta["low"] <= 0 <= delta["high"]:
+            text += "The interval holds zero: these runs show no difference in pass rate."
+    arms = list(summary)
+    cases = sorted({row["case"] for row in document["runs"]})
+    found = {(row["configuration"], row["case"]): row for row in document["runs"]}
+    text += "\n\n" + table(
+        ("case", *(f"{arm}: result, calls, seconds" for arm in arms)),
+        [(case, *(_outcome(found.get((arm, case))) for arm in arms)) for case in cases],
+    )
+    return text + f"\n\nFrom `{results.name(path)}`; transcripts, final files and grades lie beside it."
+
+
+def _outcome(row: dict | None) -> str:
+    if row is None:
+        return "not run"
+    state = "pass" if row["passed"] else f"**fail** ({'; '.join(row['failed_checks'])})".replace("|", "/")
+    return f"{state}, {row['tool_calls']}, {row['seconds']:.0f}"
+
+
+def _built_in(results: Results) -> str:
+    rows = []
+    for agent in ("reference", "null"):
+        command = f"python evals/run_evals.py --agent {agent} --summary evals/results/builtin/{agent}.json"
+        for path in results.files(f"builtin/{agent}.json", f"the {agent} agent on all cases", command):
+            document = results.load(path)
+            row = document["run_summary"]["with_skill"]
+            failed = [run["case"] for run in document["runs"] if not run["passed"]]
+            shown = ", ".join(failed) if 0 < len(failed) <= 8 else f"{len(failed)} cases"
+            rows.append((agent, row["cases"], percent(row["pass_rate"]["mean"]), shown, document["date"], f"`{results.name(path)}`"))
+    if not rows:
+        return not_run("the reference and null agents", "python evals/run_evals.py --agent reference --summary evals/results/builtin/reference.json")
+    text = (
+        "The reference runs the commands that SKILL.md shows and must pass all; null does nothing and must fail all. That and the "
+        "mutants, which spoil the reference's work in one way each, are tests.\n\n"
+    )
+    return text + table(("agent", "cases", "passed", "failed", "date", "file"), rows)
+
+
+def _ablation(results: Results) -> str:
+    command = "python evals/ablation.py --write evals/results/builtin/ablation.json"
+    files = results.files("builtin/ablation.json", "ablation", command)
+    if not files:
+        return not_run("ablation", command)
+    document = results.load(files[0])
+    rows = [(part, len(failed), ", ".join(failed) or "none") for part, failed in document["parts"].items()]
+    text = (
+        f"Cases (of {document['cases']} that are no negatives) that the reference fails once a part of the skill is taken away. A rule "
+        "that no case depends on still reports; upstream, or another rule, then catches the same configurations.\n\n"
+    )
+    return text + table(("taken away", "cases", "which"), rows) + f"\n\nFrom `{results.name(files[0])}`, {document['date']}: `{document['command']}`"
+
+
+# -- agreement, corpus, performance ---------------------------------------------------------------------------------------------
+
+
+def differential(results: Results) -> str:
+    command = "python tests/oracle/record.py --check && python -m pytest tests/oracle"
+    files = results.files("oracle/*.json", "differential agreement with upstream", command)
+    return "\n\n".join(plain(results, path) for path in files) or not_run("differential agreement with upstream", command)
+
+
+def corpus(results: Results) -> str:
+    command = "python tests/recipe_corpus.py --write evals/results/corpus/bridge-0.6.2.json"
+    files = results.files("corpus/*.json", "recipe corpus", command)
+    return "\n\n".join(plain(results, path) for path in files) or not_run("the recipe corpus", command)
+
+
+def plain(results: Results, path: Path) -> str:
+    """A result file as tables: single values first, then every mapping; lists of records as rows."""
+    document = results.load(path)
+    parts, single = [], []
+    for key, value in document.items():
+        label = key.replace("_", " ")
+        if key in ("schema_version", "command", "date", "revision", "samples", "machine"):
+            continue
+        if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
+            columns = list(dict.fromkeys(column for item in value.values() for column in item))
+            head = (label, *(column.replace("_", " ") for column in columns))
+            parts.append(table(head, [(name, *(cell(item.get(column)) for column in columns)) for name, item in value.items()]))
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            columns = list(dict.fromkeys(column for item in value for column in item))
+            parts.append(f"{label}:\n\n" + table([column.replace("_", " ") for column in columns],
+                                                [[cell(item.get(column)) for column in columns] for item in value]))
+        elif isinstance(value, dict):
+            single += [(f"{label}: {name}", cell(item)) for name, item in value.items()]
+        else:
+            single.append((label, cell(value)))
+    if single:
+        parts.insert(0, table(("", ""), single))
+    return "\n\n".join([*parts, source(results, path, document)])
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(cell(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(item)}" for name, item in value.items()) or "none"
+    return str(value).replace("|", "/")
+
+
+def source(results: Results, path: Path, document: dict) -> str:
+    date = f", {document['date'][:10]}" if document.get("date") else ""
+    command = f": `{document['command']}`" if document.get("command") else ""
+    return f"From `{results.name(path)}`{date}{command}"
+
+
+def performance(results: Results) -> str:
+    parts = []
+    command = "python evals/performance/bench_helpers.py --out evals/results/performance/helpers.json"
+    files = [path for path in results.files("performance/*.json", "performance of the helpers", command)]
+    for path in files:
+        document = results.load(path)
+        machine = ", ".join(f"{name} {value}" for name, value in document.get("machine", {}).items() if not isinstance(value, dict))
+        versions = ", ".join(f"{name} {value}" for name, value in document.get("versions", {}).items() if value)
+        parts.append(f"### {path.stem}\n\nMachine: {machine}. Versions: {versions}.")
+        if "cases" in document:
+            parts.append(_call_costs(document))
+        else:
+            kept = {key: value for key, value in document.items() if key in ("configuration", "ratios")}
+            rows = [(f"{key}: {name}", cell(value)) for key, values in kept.items() for name, value in values.items()]
+            shown = document.get("summary", {})
+            if shown:
+                columns = list(dict.fromkeys(column for row in shown.values() for column in row))
+                parts.append(table(("whole process", *(column.replace("_", " ") for column in columns)),
+                                   [(name, *(cell(row.get(column)) for column in columns)) for name, row in shown.items()]))
+            parts.append(table(("", ""), rows))
+        parts.append(source(results, path, document))
+    return "\n\n".join(parts) or not_run("performance of the helpers", command)
+
+
+def _call_costs(document: dict) -> str:
+    """The result of bench_partial_graphs.py."""
+    rows = []
+    for kind, peers in document["cases"].items():
+        for name, found in peers.items():
+            times = found.get("host_microseconds")
+            if times is None:
+                rows.append((kind, name, found.get("error", "not measured"), ""))
+            else:
+                rows.append((kind, name, *(cell(times[way]["median"]) for way in ("forward", "step"))))
+    text = table(("module", "captured by", "forward, host us", "forward and backward, host us"), rows)
+    memory = document.get("memory_of_24_entries", {})
+    if memory:
+        text += "\n\n" + table(
+            ("24 entries", "reserved MiB", "allocated MiB"),
+            [(name, *(cell(row[key] / 2**20) if key in row else row.get("error", "") for key in ("reserved_bytes", "allocated_bytes")))
+             for name, row in memory.items()],
+        )  # fmt: skip
+    return text
+
+
+# -- GPU evidence -------------------------------------------------------------------------------------------------------------
+
+
+def gpu_evidence(results: Results) -> str:
+    parts = []
+    command = "python helpers/smoke_capture.py --sweep --json evals/results/gpu/smoke-NAME.json"
+    files = results.files("gpu/smoke-*.json", "smoke captures", command)
+    if files:
+        module = _module(EVALS / "smoke_summary.py")
+        parts += ["### Smoke captures", module.summary([module.load(path) for path in files]).strip().replace("\n### ", "\n#### ")]
+        parts[-1] = parts[-1].replace("### ", "#### ", 1) if parts[-1].startswith("### ") else parts[-1]
+    else:
+        parts += ["### Smoke captures", not_run("smoke captures", command)]
+    command = "python evals/performance/bench_partial_graphs.py --out evals/results/gpu/partial-NAME.json"
+    files = results.files("gpu/partial-*.json", "cost and memory of the partial graph manager", command)
+    parts.append("### Partial graph manager")
+    for path in files:
+        document = results.load(path)
+        parts += [_call_costs(document) if "cases" in document else plain(results, path), source(results, path, document)]
+    if not files:
+        parts.append(not_run("cost and memory of the partial graph manager", command))
+    command = "python evals/faults/fault_matrix.py --device cuda --out evals/results/gpu/faults-NAME.json"
+    files = results.files("gpu/faults-*.json", "fault matrix", command)
+    parts.append("### Fault matrix: how processes with graphs end")
+    for path in files:
+        document = results.load(path)
+        parts += [_module(EVALS / "faults" / "summary.py").summary(document).strip(), source(results, path, document)]
+        if document.get("rows_not_run"):
+            results.missing.append((f"{len(document['rows_not_run'])} rows of the fault matrix ({path.name})", document["command"]))
+    if not files:
+        parts.append(not_run("the fault matrix", command))
+    known = {"smoke", "partial", "faults"}
+    for path in sorted(results.folder.glob("gpu/*.json")):
+        if path.stem.partition("-")[0] not in known:
+            parts += [f"### {path.stem}", plain(results, path)]
+    results.files("gpu/*-x[248]*.json", "runs on two or more GPUs", "torchrun --nproc-per-node 2 helpers/smoke_capture.py --sweep --tp 2")
+    return "\n\n".join(parts)
+
+
+def _module(path: Path) -> Any:
+    name = f"benchmark_{path.parent.name}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+SECTIONS = (
+    ("Agent evals", agent_evals),
+    ("Differential agreement with upstream", differential),
+    ("Recipe corpus", corpus),
+    ("GPU evidence", gpu_evidence),
+    ("Performance of the helpers", performance),
+)
+
+
+def report(folder: Path) -> str:
+    """The text of BENCHMARK.md. Raises ResultError."""
+    results = Results(folder)
+    parts = [HEAD]
+    for title, section in SECTIONS:
+        parts.append(f"## {title}\n\n{section(results)}\n")
+    rows = [(what, f"`{command}`") for what, command in results.missing]
+    body = table(("not run", "the command that would"), rows) if rows else "Nothing is missing."
+    parts.append(f"## What was not run\n\n{body}\n")
+    return "\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=EVALS / "results", metavar="DIR")
+    parser.add_argument("--output", type=Path, default=ROOT / "BENCHMARK.md", metavar="FILE")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args(argv)
+    try:
+        text = report(arguments.results)
+    except (ResultError, KeyError) as error:
+        print(f"benchmark_report: {error}", file=sys.stderr)
+        return 2
+    if arguments.check:
+        same = arguments.output.is_file() and arguments.output.read_text(encoding="utf-8") == text
+        print("in step" if same else f"{arguments.output.name}: not what `python evals/benchmark_report.py` writes")
+        return 0 if same else 1
+    arguments.output.write_text(text, encoding="utf-8")
+    print(arguments.output.name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
