@@ -28,8 +28,9 @@ Exit codes: those of the program, a death by signal included. Besides:
     142  (SIGALRM) it hung where Python could not run any more
     2    usage: no program given, or it cannot be read
 
-What cannot be helped: os._exit() and SIGKILL run nothing; the driver frees the device memory, and peers learn of it only
-through their launcher (torchrun and `srun --kill-on-bad-exit` signal the survivors, which then leave by the rules above).
+What cannot be helped: os._exit() and SIGKILL run nothing; the driver frees the device memory, and peers learn of it
+only through their launcher (torchrun and `srun --kill-on-bad-exit` signal the survivors, which then leave by the rules
+above).
 """
 
 from __future__ import annotations
@@ -92,13 +93,12 @@ def install(limit: float = DEFAULT_LIMIT_S, report: str | None = None) -> None:
     limit: seconds from the fault, or from the start of the teardown, to the end of the process. Raises ValueError when
     it is not positive. report: a file to write at exit, what was deleted as JSON.
 
-    Signals (SIGTERM, SIGINT, SIGUSR1, SIGUSR2): a handler that the program has set, before or after, decides alone; where
-    there is none the main thread unwinds as for sys.exit(), graphs are deleted, and the process dies by the signal. A
-    main thread that is stuck (in a collective, say) is freed after half of the limit: graphs are deleted and
-    communicators aborted from a thread. Ignored signals stay ignored.
-    Also: sys.excepthook, atexit (before callbacks registered earlier, torch's included), destroy_process_group() and
-    abort of all groups. From another thread than the main one everything but the signals is put in place. A forked child
-    gets the default behaviour back.
+    Signals (SIGTERM, SIGINT, SIGUSR1, SIGUSR2): a handler that the program has set, before or after, decides alone;
+    where there is none the main thread unwinds as for sys.exit(), graphs are deleted, and the process dies by the
+    signal. A main thread that is stuck (in a collective, say) is freed after half of the limit: graphs are deleted and
+    communicators aborted from a thread. Ignored signals stay ignored. Also: sys.excepthook, atexit (before callbacks
+    registered earlier, torch's included), destroy_process_group() and abort of all groups. From another thread than the
+    main one everything but the signals is put in place. A forked child gets the default behaviour back.
     """
     exits.install(limit, report)
 

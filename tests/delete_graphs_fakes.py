@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the classes that hold CUDA graphs, named and shaped as in each released version.
 
-MEGATRON lists the names that the cleanup relies on, by megatron-core minor; tests/oracle/test_delete_graphs_names.py holds
-that list against the released wheels.
+MEGATRON lists the names that the cleanup relies on, by megatron-core minor; tests/oracle/test_delete_graphs_names.py
+holds that list against the released wheels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,22 @@ GRAPHS = "megatron.core.transformer.cuda_graphs"
 FULL = "megatron.core.full_cuda_graph"
 OPTIMIZER = "megatron.core.optimizer.optimizer_cuda_graph"
 
-_LOCAL = {"CudaGraphManager": ("cudagraph_runners",), "_CudaGraphRunner": (
-    "fwd_graph", "bwd_graph", "fwd_graph_recorded", "bwd_graph_recorded", "cudagraph_created", "fwd_graph_input_surface",
-    "fwd_graph_outputs", "fwd_graph_output_surface", "static_grad_outputs", "static_grad_inputs"),
-          "_CudagraphGlobalRecord": ("cudagraph_created", "cudagraph_record")}
+_LOCAL = {
+    "CudaGraphManager": ("cudagraph_runners",),
+    "_CudaGraphRunner": (
+        "fwd_graph",
+        "bwd_graph",
+        "fwd_graph_recorded",
+        "bwd_graph_recorded",
+        "cudagraph_created",
+        "fwd_graph_input_surface",
+        "fwd_graph_outputs",
+        "fwd_graph_output_surface",
+        "static_grad_outputs",
+        "static_grad_inputs",
+    ),
+    "_CudagraphGlobalRecord": ("cudagraph_created", "cudagraph_record"),
+}
 _HELPER = {"TECudaGraphHelper": ("callables_per_chunk",)}
 _HELPER_16 = {"TECudaGraphHelper": ("callables_per_chunk", "_graphs_created", "graphs_created", "delete_cuda_graphs")}
 _FULL = {"FullCudaGraphWrapper": ("cuda_graph", "result", "curr_iteration")}
@@ -71,8 +83,12 @@ class Stack:
         self.torch = self.module("torch", __version__="2.11.0")
         self.reserved = 100
         self.torch.cuda = self.module(
-            "torch.cuda", is_initialized=lambda: True, device_count=lambda: 1, memory_reserved=lambda device: self.reserved,
-            empty_cache=self._empty_cache, graph_pool_handle=object,
+            "torch.cuda",
+            is_initialized=lambda: True,
+            device_count=lambda: 1,
+            memory_reserved=lambda device: self.reserved,
+            empty_cache=self._empty_cache,
+            graph_pool_handle=object,
         )
         self.module("torch.distributed", is_initialized=lambda: self.initialized, get_world_size=lambda: 2)
 
@@ -115,14 +131,17 @@ class Stack:
         return functionalized
 
     def megatron(self, minor: int) -> None:
-        """The classes of megatron-core 0.`minor`, with one local runner pair, one TE layer, both stages and the optimizer."""
+        """The classes of megatron-core 0.`minor`, with a local runner, a TE layer, both stages and the optimizer."""
         names = MEGATRON[minor]
         record = self.named("_CudagraphGlobalRecord", GRAPHS, cudagraph_created=True, cudagraph_record=[])
         manager_class = self.named("CudaGraphManager", GRAPHS, global_mempool="old pool")
         runner_class = self.named("_CudaGraphRunner", GRAPHS)
         layer_class = self.named("TransformerLayer", "megatron.core.transformer.transformer_layer")
         contents = {
-            "torch": self.torch, "_CudagraphGlobalRecord": record, "CudaGraphManager": manager_class, "_CudaGraphRunner": runner_class
+            "torch": self.torch,
+            "_CudagraphGlobalRecord": record,
+            "CudaGraphManager": manager_class,
+            "_CudaGraphRunner": runner_class,
         }
 
         def delete_cuda_graphs():
@@ -149,12 +168,22 @@ class Stack:
             self.helper._graphs_created = True
         if FULL in names:
             stages = {stage: self.graph(f"full {stage}") for stage in ("training", "validation")}
-            self.full = self.named("FullCudaGraphWrapper", FULL, cuda_graph=stages, result={s: "loss" for s in stages},
-                                   curr_iteration={s: 7 for s in stages})
+            self.full = self.named(
+                "FullCudaGraphWrapper",
+                FULL,
+                cuda_graph=stages,
+                result={s: "loss" for s in stages},
+                curr_iteration={s: 7 for s in stages},
+            )
             self.full_module = self.module(FULL, FullCudaGraphWrapper=self.full, _shared_graph_pool="old pool")
         if OPTIMIZER in names:
-            self.optimizer = self.named("OptimizerCudaGraphWrapper", OPTIMIZER, cuda_graph=self.graph("optimizer"), result=True,
-                                        curr_iteration=7)
+            self.optimizer = self.named(
+                "OptimizerCudaGraphWrapper",
+                OPTIMIZER,
+                cuda_graph=self.graph("optimizer"),
+                result=True,
+                curr_iteration=7,
+            )
             self.module(OPTIMIZER, OptimizerCudaGraphWrapper=self.optimizer)
 
     def _helper_class(self, minor: int) -> type:

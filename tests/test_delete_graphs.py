@@ -57,8 +57,16 @@ def test_order_owners_before_what_they_own(stack):
     stack.kept(stack.graph("bare"))
     delete_cuda_graphs()
     assert [entry for entry in stack.log if entry != "empty_cache"] == [
-        "partial close", "upstream helper delete", "te layer", "local forward", "local backward", "upstream module delete",
-        "optimizer", "full training", "full validation", "bare",
+        "partial close",
+        "upstream helper delete",
+        "te layer",
+        "local forward",
+        "local backward",
+        "upstream module delete",
+        "optimizer",
+        "full training",
+        "full validation",
+        "bare",
     ]
 
 
@@ -188,8 +196,8 @@ def test_bytes_released(stack):
 def test_nothing_is_imported():
     """In a process without torch: no import, an empty report."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import delete_graphs; report = delete_graphs.delete_cuda_graphs();"
-        "assert report.clean and not report.found; assert not {'torch', 'megatron', 'transformer_engine'} & set(sys.modules)"
+        "import sys; sys.path.insert(0, sys.argv[1]); import delete_graphs; r = delete_graphs.delete_cuda_graphs();"
+        "assert r.clean and not r.found; assert not {'torch', 'megatron', 'transformer_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(HELPERS)], check=True)
 

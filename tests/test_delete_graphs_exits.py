@@ -102,8 +102,13 @@ class Site:
         ours = [str(HELPER), *options, "--"] if launcher else []
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "EVENTS": str(self.events_file)}
         return subprocess.Popen(
-            [sys.executable, *ours, *program, *arguments], cwd=self.folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+            [sys.executable, *ours, *program, *arguments],
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **more,
         )
 
     def run(self, script: str, *arguments: str, **more):
@@ -151,13 +156,17 @@ def test_a_subgroup_leaves_graphs_alone(site):
 
 
 def test_install_as_a_line_of_code(site):
-    script = f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import delete_graphs; delete_graphs.install(20)\n"
+    script = (
+        f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import delete_graphs; delete_graphs.install(20)\n"
+    )
     code, _, _ = site.run(script + with_graph("torch.distributed.destroy_process_group()"), launcher=False)
     assert code == 0 and site.events()[:2] == ["reset graph", "destroy None"]
 
 
 def test_deletion_comes_before_the_atexit_callbacks_of_torch(site):
-    code, _, _ = site.run(with_graph("import atexit; from torch.log import log; atexit.register(log, 'atexit of program')"))
+    code, _, _ = site.run(
+        with_graph("import atexit; from torch.log import log; atexit.register(log, 'atexit of program')")
+    )
     assert code == 0 and site.events() == ["reset graph", "atexit of program", "atexit of torch"]
 
 
@@ -202,8 +211,13 @@ def test_the_separator_may_be_missing(site):
     script = "import sys; print(sys.argv)"
     (site.folder / "train.py").write_text(script)
     for words in (["--limit", "9", "train.py"], ["--limit=9", "--", "train.py"], ["-m", "train"]):
-        done = subprocess.run([sys.executable, str(HELPER), *words, "--limit", "x", "--"], cwd=site.folder, capture_output=True,
-                              text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, str(HELPER), *words, "--limit", "x", "--"],
+            cwd=site.folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.endswith("train.py', '--limit', 'x', '--']\n")
 
 
@@ -253,6 +267,24 @@ def test_handler_set_later_decides(site):
     assert (code, out) == (0, "[15]\n")
 
 
+def test_handler_set_later_that_passes_on(site):
+    """It finds a default action for SIGTERM, as it would without us, and Python's own handler for SIGINT."""
+    script = with_graph("""
+        import os, signal
+        def handler(number, frame):
+            print("seen", number, flush=True)
+            if callable(before[number]):
+                before[number](number, frame)
+        before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+        os.kill(os.getpid(), signal.SIGTERM)
+        graph.pool()
+        os.kill(os.getpid(), signal.SIGINT)
+        print("not reached")
+    """)
+    code, out, _ = site.run(script)
+    assert (code, out) == (-signal.SIGINT, "seen 15\nseen 2\n")
+
+
 def test_cleanup_code_of_the_program_runs_on_a_signal(site):
     script = with_graph("""
         import os, signal
@@ -282,12 +314,16 @@ def test_keyboard_interrupt_may_be_caught(site):
 
 
 def test_a_stuck_main_thread_is_left_behind(site):
-    """In a C call that no signal interrupts, as in a collective: graphs are reset and communicators aborted from a thread."""
-    script = with_graph("""
+    """In a C call that no signal interrupts, as in a collective: a thread resets graphs and aborts communicators."""
+    script = (
+        with_graph("""
         import os, signal, threading
         torch.distributed.init_process_group()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    """) + textwrap.dedent(STUCK) + "stuck()\n"
+    """)
+        + textwrap.dedent(STUCK)
+        + "stuck()\n"
+    )
     code, _, err = site.run(script, options=("--limit", "1.5"))
     assert code == 128 + signal.SIGTERM
     assert site.events() == ["reset graph", "abort with 0 graphs"]
@@ -308,8 +344,10 @@ def test_watchdog_names_the_culprit_and_leaves(site):
 
 
 def test_watchdog_without_a_graph_to_blame(site):
-    code, _, err = site.run("import torch\ntorch.distributed.init_process_group(stuck=True)\n"
-                            "torch.distributed.destroy_process_group()", options=("--limit", "1"))
+    code, _, err = site.run(
+        "import torch\ntorch.distributed.init_process_group(stuck=True)\ntorch.distributed.destroy_process_group()",
+        options=("--limit", "1"),
+    )
     assert code == 75 and "no live CUDA graph was found" in err
 
 
@@ -337,19 +375,26 @@ def test_a_hang_that_holds_the_interpreter_lock(site):
 
 
 def test_a_thread_that_does_not_end_cannot_keep_a_failed_process(site):
-    script = GRAPH + textwrap.dedent(STUCK) + "import threading\nthreading.Thread(target=stuck).start()\nraise ValueError('boom')\n"
+    script = (
+        GRAPH
+        + textwrap.dedent(STUCK)
+        + "import threading\nthreading.Thread(target=stuck).start()\nraise ValueError('boom')\n"
+    )
     code, _, err = site.run(script, options=("--limit", "1"))
     assert code == 75 and "ValueError: boom" in err and site.events()[0] == "reset graph"
 
 
 def test_an_exception_in_another_thread_changes_nothing(site):
-    script = with_graph("import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()\ngraph.pool()")
+    script = with_graph(
+        "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start(); t.join()\ngraph.pool()"
+    )
     code, _, err = site.run(script)
     assert code == 0 and "ZeroDivisionError" in err and site.events()[0] == "reset graph"
 
 
 def test_install_from_another_thread(site):
-    script = f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import delete_graphs, threading\n" + with_graph("""
+    start = f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import delete_graphs, threading\n"
+    script = start + with_graph("""
         t = threading.Thread(target=delete_graphs.install); t.start(); t.join()
         torch.distributed.destroy_process_group()
     """)

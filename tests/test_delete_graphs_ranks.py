@@ -49,9 +49,25 @@ TRAIN = """
 def test_torchrun(tmp_path, what, resets, codes):
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HELPER), "--limit", "60",
-         "--", "train.py", what],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(HELPER),
+            "--limit",
+            "60",
+            "--",
+            "train.py",
+            what,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert {int(rank) for rank in re.findall(r"rank (\d) reset", done.stdout)} == resets
     failed = re.findall(r"exitcode\s*:\s*(-?\d+)", done.stderr)

@@ -19,16 +19,30 @@ RESULTS = sorted((MATRIX.parents[1] / "results" / "gpu").glob("faults-*.json"))
 
 def row(**changes):
     return {
-        "graphs": "local", "where": "warmup", "how": "exception", "helper": True, "reached": ["ready", "fault"], "hang": False,
-        "exit_code": 1, "survivor_codes": [], "seconds_from_fault": 1.0, "seconds": 2.0, "reserved_bytes_at_fault": 0,
-        "memory_left_bytes": 0, "memory_at_limit_bytes": None, "deleted": None, "reason": None, "last_words": "", **changes,
+        "graphs": "local",
+        "where": "warmup",
+        "how": "exception",
+        "helper": True,
+        "reached": ["ready", "fault"],
+        "hang": False,
+        "exit_code": 1,
+        "survivor_codes": [],
+        "seconds_from_fault": 1.0,
+        "seconds": 2.0,
+        "reserved_bytes_at_fault": 0,
+        "memory_left_bytes": 0,
+        "memory_at_limit_bytes": None,
+        "deleted": None,
+        "reason": None,
+        "last_words": "",
+        **changes,
     }
 
 
 def test_plan_has_every_combination_once_and_all_places_in_each_round():
     how = fault_matrix.HOW
     rows = fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=1)
-    faults = rows[len(fault_matrix.GRAPHS):]
+    faults = rows[len(fault_matrix.GRAPHS) :]
     places = {(g, w) for g in fault_matrix.GRAPHS for w in fault_matrix.WHERE if fault_matrix.applies(g, w)}
     assert len(faults) == len(set(faults)) == len(places) * len(how) >= 150
     for turn in range(len(how)):
@@ -88,7 +102,9 @@ def run_matrix(tmp_path, *arguments):
     out = tmp_path / "result.json"
     done = subprocess.run(
         [sys.executable, str(MATRIX), "--device", "cpu", "--out", str(out), "--quiet", "--json", *arguments],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     return done, json.loads(out.read_text()) if out.exists() else None
 
@@ -96,7 +112,9 @@ def run_matrix(tmp_path, *arguments):
 @pytest.fixture(scope="module")
 def cpu_result(tmp_path_factory):
     pytest.importorskip("torch")
-    done, result = run_matrix(tmp_path_factory.mktemp("one"), "--where", "capture_backward", "--how", "sys_exit", "sigkill")
+    done, result = run_matrix(
+        tmp_path_factory.mktemp("one"), "--where", "capture_backward", "--how", "sys_exit", "sigkill"
+    )
     return done, result
 
 
@@ -105,8 +123,11 @@ def test_rows_on_the_cpu(cpu_result):
     done, result = cpu_result
     assert done.returncode in (0, 1), done.stderr
     outcomes = {(r["where"], r["how"], r["helper"]): r["exit_code"] for r in result["rows"]}
-    assert outcomes == {(w, h, helper): code for w, h, code in (
-        ("end", "none", 0), ("capture_backward", "sys_exit", 3), ("capture_backward", "sigkill", -9)) for helper in (True, False)}
+    assert outcomes == {
+        (w, h, helper): code
+        for w, h, code in (("end", "none", 0), ("capture_backward", "sys_exit", 3), ("capture_backward", "sigkill", -9))
+        for helper in (True, False)
+    }
     assert json.loads(done.stdout)["requirements"] == result["requirements"]
     by_helper = {r["how"]: r["deleted"] for r in result["rows"] if r["helper"]}
     assert by_helper["none"]["live_graphs_before"] == 1 and by_helper["none"]["live_graphs_after"] == 0
@@ -115,8 +136,21 @@ def test_rows_on_the_cpu(cpu_result):
 
 def test_a_rank_that_dies_takes_the_others_along(tmp_path):
     pytest.importorskip("torch")
-    done, result = run_matrix(tmp_path, "--ranks", "2", "--where", "replay_forward", "--how", "sigkill", "--helper", "with",
-                              "--hang-after", "120", "--row-limit", "300")
+    done, result = run_matrix(
+        tmp_path,
+        "--ranks",
+        "2",
+        "--where",
+        "replay_forward",
+        "--how",
+        "sigkill",
+        "--helper",
+        "with",
+        "--hang-after",
+        "120",
+        "--row-limit",
+        "300",
+    )
     assert done.returncode in (0, 1), done.stderr
     rows = {r["how"]: r for r in result["rows"]}
     assert rows["none"]["exit_code"] == 0 and rows["none"]["survivor_codes"] == [0]
@@ -126,7 +160,9 @@ def test_a_rank_that_dies_takes_the_others_along(tmp_path):
 
 def test_spawned_rows_are_the_same(tmp_path):
     pytest.importorskip("torch")
-    _, result = run_matrix(tmp_path, "--where", "checkpoint_save", "--how", "sigterm", "--helper", "with", "--start", "spawn")
+    _, result = run_matrix(
+        tmp_path, "--where", "checkpoint_save", "--how", "sigterm", "--helper", "with", "--start", "spawn"
+    )
     assert [r["exit_code"] for r in result["rows"]] == [0, -15]
 
 
@@ -164,7 +200,9 @@ def test_published_results_hold_and_name_no_machine_path(path):
     result = json.loads(text)
     again = copy.deepcopy(result["rows"])
     fault_matrix.judge(again)
-    assert [r["verdict"] for r in again] == [r["verdict"] for r in result["rows"]], "the verdicts follow from the raw rows"
+    assert [r["verdict"] for r in again] == [r["verdict"] for r in result["rows"]], (
+        "the verdicts follow from the raw rows"
+    )
     memory = result["device_memory"]
     assert fault_matrix.requirements(again, memory["before_bytes"], memory["after_bytes"]) == result["requirements"]
     assert summary(result)

@@ -14,7 +14,10 @@ class _Process(ctypes.Structure):
     """nvmlProcessInfo_v2_t, which nvmlDeviceGetComputeRunningProcesses_v3 fills."""
 
     _fields_ = [
-        ("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint), ("compute_instance", ctypes.c_uint)
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
     ]
 
 
@@ -54,7 +57,10 @@ class Nvml:
         return text.value.decode()
 
     def describe(self) -> dict[str, str]:
-        return {"gpu": self._text("nvmlDeviceGetName", self._device), "driver": self._text("nvmlSystemGetDriverVersion")}
+        return {
+            "gpu": self._text("nvmlDeviceGetName", self._device),
+            "driver": self._text("nvmlSystemGetDriverVersion"),
+        }
 
 
 def open_device() -> Nvml | None:

@@ -7,16 +7,17 @@ Usage:
     python evals/faults/fault_matrix.py --graphs local --how sigterm --ranks 2 --out FILE
     python evals/faults/fault_matrix.py --device cpu --graphs stand_in --out FILE      the matrix itself, without a GPU
 
-A row starts one process a rank, forked from this one, which has imported the stack and has no CUDA context (--start spawn
-starts fresh interpreters). The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank has failed. A
-row that is still there --hang-after seconds after its fault, or at --row-limit, is a hang; it is killed. Rows with and without
-the helper follow each other, so that a run that ends at --budget has both.
+A row starts one process a rank, forked from this one, which has imported the stack and has no CUDA context (--start
+spawn starts fresh interpreters). The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank
+has failed. A row that is still there --hang-after seconds after its fault, or at --row-limit, is a hang; it is killed.
+Rows with and without the helper follow each other, so that a run that ends at --budget has both.
 
-Required with the helper: no hang, out within 10 s of the fault, the exit code that the fault has without the helper (peers:
-any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; they are shown, not judged.
+Required with the helper: no hang, out within 10 s of the fault, the exit code that the fault has without the helper
+(peers: any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; they are shown, not
+judged.
 
-Output: FILE, one JSON object (schema_version 1) with every row; a line on stderr every few seconds. With --json the object's
-totals on stdout.
+Output: FILE, one JSON object (schema_version 1) with every row; a line on stderr every few seconds. With --json the
+object's totals and requirements on stdout.
 Exit codes: 0 the requirements hold; 1 they do not; 2 usage; 3 a fault of the matrix itself.
 """
 
@@ -34,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,32 +47,52 @@ HERE = Path(__file__).parent
 HELPERS = HERE.parents[1] / "helpers"
 sys.path[:0] = [str(HERE), str(HELPERS)]
 
-import fault_child  # noqa: E402
-from devices import Nvml, open_device  # noqa: E402
+import fault_child
+from devices import Nvml, open_device
 
 SCHEMA_VERSION = 1
 GRAPHS = ("transformer_engine", "local", "full_iteration", "optimizer", "partial", "torch_callable")
 STAND_IN = "stand_in"
 WHERE = (
-    "warmup", "capture_forward", "capture_backward", "replay_forward", "replay_backward", "optimizer_step", "evaluation",
-    "evaluation_recaptured", "checkpoint_save",
+    "warmup",
+    "capture_forward",
+    "capture_backward",
+    "replay_forward",
+    "replay_backward",
+    "optimizer_step",
+    "evaluation",
+    "evaluation_recaptured",
+    "checkpoint_save",
 )
 HOW = ("exception", "sys_exit", "keyboard_interrupt", "sigterm", "sigint", "out_of_memory", "os_exit", "sigkill")
 HOW_OF_RANKS = ("exception", "out_of_memory", "sys_exit", "sigterm_all", "sigkill")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
 END = ("end", "none")  # an orderly end, destroy_process_group() included: the row that every run has besides the faults
 EXIT_CODES = {
-    "exception": 1, "out_of_memory": 1, "sys_exit": fault_child.SYS_EXIT_CODE, "keyboard_interrupt": -signal.SIGINT,
-    "sigint": -signal.SIGINT, "sigterm": -signal.SIGTERM, "sigterm_all": -signal.SIGTERM, "sigkill": -signal.SIGKILL,
-    "os_exit": fault_child.OS_EXIT_CODE, "none": 0,
+    "exception": 1,
+    "out_of_memory": 1,
+    "sys_exit": fault_child.SYS_EXIT_CODE,
+    "keyboard_interrupt": -signal.SIGINT,
+    "sigint": -signal.SIGINT,
+    "sigterm": -signal.SIGTERM,
+    "sigterm_all": -signal.SIGTERM,
+    "sigkill": -signal.SIGKILL,
+    "os_exit": fault_child.OS_EXIT_CODE,
+    "none": 0,
 }
 REQUIRED_S = 10.0
 HELPER_LIMIT_S = 8.0
 SURVIVORS_SIGNALLED_AFTER_S = 0.3  # torchrun looks at its workers every 0.1 s and then signals the others
 NOT_RUN = {fault_child.NOT_MADE: "not made", fault_child.SURVIVED: "survived", fault_child.NOT_REACHED: "not reached"}
 MODULES = {
-    "transformer_engine": ("torch", "transformer_engine.pytorch", "megatron.core.models.gpt", "megatron.core.optimizer",
-                           "megatron.core.full_cuda_graph", "cudagraphs.capture.stacks.megatron"),
+    "transformer_engine": (
+        "torch",
+        "transformer_engine.pytorch",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.full_cuda_graph",
+        "cudagraphs.capture.stacks.megatron",
+    ),
     "partial": ("torch", "partial_graphs"),
     STAND_IN: ("torch",),
 }
@@ -125,7 +147,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ChildRow:
-    """What a forked child has to play; it travels up to main(), so that the child ends as an interpreter of its own does."""
+    """What a forked child plays. It travels up to main(), so that the child ends as an interpreter of its own does."""
 
     row: dict[str, Any]
 
@@ -174,13 +196,23 @@ class Matrix:
         base = self.folder / str(self.started)
         self.started += 1
         for rank in range(self.options.ranks):
-            files = {name: base.with_name(f"{base.name}.{name}{rank}") for name in ("marks", "report", "log", "checkpoint")}
+            files = {
+                name: base.with_name(f"{base.name}.{name}{rank}") for name in ("marks", "report", "log", "checkpoint")
+            }
             for name in ("marks", "log"):
                 files[name].touch()
             task = {
-                "graphs": row.graphs, "where": row.where, "how": row.how, "helper": row.helper, "rank": rank,
-                "ranks": self.options.ranks, "faulty_rank": self.options.ranks - 1, "device": self.options.device,
-                "seed": self.options.seed, "helper_limit": HELPER_LIMIT_S, "store": str(base.with_suffix(".store")),
+                "graphs": row.graphs,
+                "where": row.where,
+                "how": row.how,
+                "helper": row.helper,
+                "rank": rank,
+                "ranks": self.options.ranks,
+                "faulty_rank": self.options.ranks - 1,
+                "device": self.options.device,
+                "seed": self.options.seed,
+                "helper_limit": HELPER_LIMIT_S,
+                "store": str(base.with_suffix(".store")),
                 **{name: str(path) for name, path in files.items()},
             }
             group = row.processes[0].pid if row.processes else 0
@@ -207,7 +239,10 @@ class Matrix:
     def _spawn(self, task: dict[str, Any], group: int) -> int:
         with open(task["log"], "a") as log:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "fault_child.py"), json.dumps(task)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [sys.executable, str(HERE / "fault_child.py"), json.dumps(task)],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
         process.returncode = 0  # waited for here, by pid; Popen must not
         _set_group(process.pid, group)
@@ -241,7 +276,11 @@ class Matrix:
             for process in alive:
                 os.kill(process.pid, signal.SIGTERM)
         fault = self._fault_time(row)
-        limit = self.options.row_limit if fault is None else min(self.options.row_limit, fault - row.started + self.options.hang_after)
+        limit = (
+            self.options.row_limit
+            if fault is None
+            else min(self.options.row_limit, fault - row.started + self.options.hang_after)
+        )
         if now - row.started > limit:
             row.hung = True
             if self.nvml is not None:
@@ -267,7 +306,10 @@ class Matrix:
         if not self.options.quiet and time.time() - self._said > 5:
             self._said = time.time()
             hung = sum(row.hung for row in self.done)
-            print(f"{len(self.done)} rows done, {len(self.running)} running, {len(self.queue)} to go, {hung} hung", file=sys.stderr)
+            print(
+                f"{len(self.done)} rows done, {len(self.running)} running, {len(self.queue)} to go, {hung} hung",
+                file=sys.stderr,
+            )
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -281,13 +323,21 @@ class Matrix:
             "command": _command(self.options),
             "revision": _revision(),
             "machine": {
-                "cpus": os.cpu_count(), "python": platform.python_version(), **(self.nvml.describe() if self.nvml else {}),
+                "cpus": os.cpu_count(),
+                "python": platform.python_version(),
+                **(self.nvml.describe() if self.nvml else {}),
             },
             "versions": _versions(),
             "configuration": {
-                "ranks": self.options.ranks, "device": self.options.device, "start": self.options.start, "seed": self.options.seed,
-                "parallel_rows": self.options.parallel, "row_limit_s": self.options.row_limit,
-                "hang_after_s": self.options.hang_after, "helper_limit_s": HELPER_LIMIT_S, "required_s": REQUIRED_S,
+                "ranks": self.options.ranks,
+                "device": self.options.device,
+                "start": self.options.start,
+                "seed": self.options.seed,
+                "parallel_rows": self.options.parallel,
+                "row_limit_s": self.options.row_limit,
+                "hang_after_s": self.options.hang_after,
+                "helper_limit_s": HELPER_LIMIT_S,
+                "required_s": REQUIRED_S,
                 "budget_s": self.options.budget,
             },
             "seconds": round(time.time() - self.began, 1),
@@ -306,18 +356,26 @@ class Matrix:
         last = max(p.ended for p in row.processes)
         report = json.loads(faulty.report.read_text()) if faulty.report.exists() else None
         return {
-            "graphs": row.graphs, "where": row.where, "how": row.how, "helper": row.helper,
+            "graphs": row.graphs,
+            "where": row.where,
+            "how": row.how,
+            "helper": row.helper,
             "reached": [m["mark"] for m in marks],
             "hang": row.hung,
-            "exit_code": None if row.hung and faulty.status == -signal.SIGKILL and row.how != "sigkill" else faulty.status,
+            "exit_code": None
+            if row.hung and faulty.status == -signal.SIGKILL and row.how != "sigkill"
+            else faulty.status,
             "survivor_codes": [p.status for p in survivors],
             "seconds_from_fault": None if fault is None else round(last - fault, 3),
             "seconds": round(last - row.started, 3),
             "reserved_bytes_at_fault": next((m["reserved_bytes"] for m in marks if m["mark"] == "fault"), None),
             "memory_left_bytes": row.memory_left,
             "memory_at_limit_bytes": row.memory_at_limit,
-            "deleted": report and {k: report[k] for k in ("deleted", "failed", "live_graphs_before", "live_graphs_after",
-                                                          "bytes_released", "seconds")},
+            "deleted": report
+            and {
+                k: report[k]
+                for k in ("deleted", "failed", "live_graphs_before", "live_graphs_after", "bytes_released", "seconds")
+            },
             "reason": next((m["reason"] for m in marks if m["mark"] == "not made"), None),
             "last_words": _last_words(faulty.log),
         }
@@ -326,8 +384,8 @@ class Matrix:
 def judge(rows: list[dict[str, Any]]) -> None:
     """Add "verdict" to each row: ok, hang, slow, exit code, memory, graphs left; or why it is not judged.
 
-    The right exit code is the one that the fault has in the same place without the helper, where that row ran and did not
-    hang: a capture that a fault breaks may replace SystemExit by its own error, and that is not ours to change.
+    The right exit code is the one that the fault has in the same place without the helper, where that row ran and did
+    not hang: a capture that a fault breaks may replace SystemExit by its own error, and that is not ours to change.
     """
     plain = {(r["graphs"], r["where"], r["how"]): r for r in rows if not r["helper"]}
     for row in rows:
@@ -368,7 +426,10 @@ def judged(row: dict[str, Any]) -> bool:
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         name: {"rows": len(part), "verdicts": dict(sorted(Counter(r["verdict"] for r in part).items()))}
-        for name, part in (("with", [r for r in rows if r["helper"]]), ("without", [r for r in rows if not r["helper"]]))
+        for name, part in (
+            ("with", [r for r in rows if r["helper"]]),
+            ("without", [r for r in rows if not r["helper"]]),
+        )
     }
 
 
@@ -379,8 +440,11 @@ def requirements(rows: list[dict[str, Any]], before: int | None, after: int | No
     broken = [[r["graphs"], r["where"], r["how"], r["verdict"]] for r in ours if r["verdict"] != "ok"]
     memory_back = None if after is None else after <= before
     return {
-        "rows_judged": len(ours), "broken": broken, "device_memory_back": memory_back,
-        "slowest_s": times[-1] if times else None, "median_s": times[len(times) // 2] if times else None,
+        "rows_judged": len(ours),
+        "broken": broken,
+        "device_memory_back": memory_back,
+        "slowest_s": times[-1] if times else None,
+        "median_s": times[len(times) // 2] if times else None,
         "hold": bool(ours) and not broken and memory_back is not False,
     }
 
@@ -410,9 +474,26 @@ def _set_group(pid: int, group: int) -> None:
 
 
 def _command(options: argparse.Namespace) -> str:
-    words = ["python", "evals/faults/fault_matrix.py", "--device", options.device, "--ranks", str(options.ranks), "--start",
-             options.start, "--parallel", str(options.parallel), "--seed", str(options.seed), "--graphs", *options.graphs,
-             "--where", *options.where, "--how", *options.how]
+    words = [
+        "python",
+        "evals/faults/fault_matrix.py",
+        "--device",
+        options.device,
+        "--ranks",
+        str(options.ranks),
+        "--start",
+        options.start,
+        "--parallel",
+        str(options.parallel),
+        "--seed",
+        str(options.seed),
+        "--graphs",
+        *options.graphs,
+        "--where",
+        *options.where,
+        "--how",
+        *options.how,
+    ]
     return " ".join(words)
 
 
@@ -462,10 +543,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE))
     parser.add_argument("--how", nargs="+", choices=sorted({*HOW, *HOW_OF_RANKS}))
     parser.add_argument("--helper", nargs="+", choices=("with", "without"), default=["without", "with"])
-    parser.add_argument("--ranks", type=int, default=1, help="processes a row, one GPU each; the last one meets the fault")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes a row, one GPU each; the last one meets the fault"
+    )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="rows at once")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
-    parser.add_argument("--row-limit", type=float, default=60.0, metavar="SECONDS", help="a row's whole life (default 60)")
+    parser.add_argument(
+        "--row-limit", type=float, default=60.0, metavar="SECONDS", help="a row's whole life (default 60)"
+    )
     parser.add_argument("--hang-after", type=float, default=15.0, metavar="SECONDS", help="from the fault (default 15)")
     parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="start no row after this")
     parser.add_argument("--seed", type=int, default=0)
@@ -492,14 +577,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and nvml is None:
         print("fault_matrix.py: no GPU here; --device cpu runs the matrix with stand-in graphs", file=sys.stderr)
         return 2
-    if options.start == "fork":
-        _import_stack(options.graphs)
-    matrix = Matrix(options, nvml)
-    child = matrix.run()
+    parent = os.getpid()
+    try:
+        if options.start == "fork":
+            _import_stack(options.graphs)
+        matrix = Matrix(options, nvml)
+        child = matrix.run()
+        result = None if child is not None else matrix.result()
+        if result is not None:
+            write_atomically(options.out, result)
+    except Exception:
+        if os.getpid() != parent:
+            raise
+        traceback.print_exc()
+        return 3
     if child is not None:  # a forked child: from here on it is the training process and ends as one
         return fault_child.run(child.row)
-    result = matrix.result()
-    write_atomically(options.out, result)
     if options.json:
         shown = {name: result[name] for name in ("schema_version", "totals", "requirements")}
         print(json.dumps(shown, indent=1))

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fault_matrix import EXIT_CODES  # noqa: E402
+from fault_matrix import EXIT_CODES
 
 NOT_JUDGED = ("not made", "not reached", "survived", "failed before the fault", "hang before the fault")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
@@ -33,17 +33,21 @@ def summary(result: dict[str, Any]) -> str:
     configuration, needs, memory = result["configuration"], result["requirements"], result["device_memory"]
     where = f"{machine.get('gpu', 'CPU')}, {configuration['ranks']} rank{'s' * (configuration['ranks'] > 1)}"
     stack = ", ".join(f"{name} {version}" for name, version in versions.items())
+    each = "each a process a rank" if configuration["ranks"] > 1 else "each a process"
+    verdict = "Holds" if needs["hold"] else "Does not hold"
+    required = f"no hang, out within {configuration['required_s']:.0f} s, the right exit code, device memory back"
+    times = f"slowest {_seconds(needs['slowest_s'])}, median {_seconds(needs['median_s'])}"
+    judged = f"{needs['rows_judged']} rows judged, {len(needs['broken'])} broken, {times}"
     lines = [
-        f"{where}; {stack}; {result['date'][:10]}. {len(rows)} rows, each a process"
-        f"{' a rank' if configuration['ranks'] > 1 else ''}, {configuration['parallel_rows']} at once, in {result['seconds']:.0f} s.",
+        f"{where}; {stack}; {result['date'][:10]}. "
+        + f"{len(rows)} rows, {each}, {configuration['parallel_rows']} at once, in {result['seconds']:.0f} s.",
         "",
-        f"Required with the helper: no hang, out within {configuration['required_s']:.0f} s, the right exit code, device memory "
-        f"back. {'Holds' if needs['hold'] else 'Does not hold'}: {needs['rows_judged']} rows judged, {len(needs['broken'])} broken, "
-        f"slowest {_seconds(needs['slowest_s'])}, median {_seconds(needs['median_s'])}."
-        + (f" Device memory before and after: {memory['before_bytes'] // MIB} and {memory['after_bytes'] // MIB} MiB."
-           if memory["after_bytes"] is not None else ""),
+        f"Required with the helper: {required}. {verdict}: {judged}.",
         "",
     ]
+    if memory["after_bytes"] is not None:
+        before, after = memory["before_bytes"] // MIB, memory["after_bytes"] // MIB
+        lines += [f"Device memory in use before the first row and after the last: {before} and {after} MiB.", ""]
     for title, key in (("graphs", "graphs"), ("where", "where"), ("how", "how")):
         lines += [*_table(rows, title, lambda row, key=key: row[key]), ""]
     lines += _differences(rows)
@@ -52,7 +56,9 @@ def summary(result: dict[str, Any]) -> str:
     lines += _unhelped(rows)
     lines += _unjudged(rows)
     if result["rows_not_run"]:
-        lines.append(f"Not run within the budget of {configuration['budget_s']:.0f} s: {len(result['rows_not_run'])} rows.")
+        lines.append(
+            f"Not run within the budget of {configuration['budget_s']:.0f} s: {len(result['rows_not_run'])} rows."
+        )
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -63,12 +69,16 @@ def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]
         "|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(map(key, rows)):
-        with_helper, without = ([r for r in rows if key(r) == name and r["helper"] is helper and _judged(r)]
-                                for helper in (True, False))
+        with_helper, without = (
+            [r for r in rows if key(r) == name and r["helper"] is helper and _judged(r)] for helper in (True, False)
+        )
         out.append(
-            f"| {name.replace('_', ' ')} | " + " | ".join(
-                f"{function(with_helper)} / {function(without)}" for function in (len, _hangs, _other_code, _median, _slowest)
-            ) + " |"
+            f"| {name.replace('_', ' ')} | "
+            + " | ".join(
+                f"{function(with_helper)} / {function(without)}"
+                for function in (len, _hangs, _other_code, _median, _slowest)
+            )
+            + " |"
         )
     return out
 
@@ -110,10 +120,15 @@ def _differences(rows: list[dict[str, Any]]) -> list[str]:
     differing = Counter(
         (b["graphs"], b["where"], _outcome(a), _outcome(b)) for a, b in pairs if _outcome(a) != _outcome(b)
     )
-    out = [f"Of {len(pairs)} pairs, {len(pairs) - sum(differing.values())} ended the same way with and without the helper."]
+    out = [
+        f"Of {len(pairs)} pairs, {len(pairs) - sum(differing.values())} ended the same way with and without the helper."
+    ]
     if differing:
         out += ["", "| graphs | where | without | with | pairs |", "|---|---|---|---|---|"]
-        out += [f"| {g.replace('_', ' ')} | {w.replace('_', ' ')} | {a} | {b} | {n} |" for (g, w, a, b), n in sorted(differing.items())]
+        out += [
+            f"| {g.replace('_', ' ')} | {w.replace('_', ' ')} | {a} | {b} | {n} |"
+            for (g, w, a, b), n in sorted(differing.items())
+        ]
     return [*out, ""]
 
 
@@ -146,7 +161,8 @@ def _deleted(rows: list[dict[str, Any]]) -> list[str]:
     times = sorted(r["seconds"] for r in reports)
     return [
         f"The helper reported {len(reports)} deletions: {found} live graphs before, {left} after, {failed} failures, "
-        f"{times[len(times) // 2] * 1000:.0f} ms each (median; slowest {times[-1] * 1000:.0f} ms).", "",
+        f"{times[len(times) // 2] * 1000:.0f} ms each (median; slowest {times[-1] * 1000:.0f} ms).",
+        "",
     ]
 
 
@@ -160,7 +176,8 @@ def _unhelped(rows: list[dict[str, Any]]) -> list[str]:
     reported = sum(bool(r["deleted"]) for r in part)
     return [
         f"What cannot be helped ({ways}): {len(part)} rows, exit codes {codes}, {_hangs(part)} hangs. No code ran, so "
-        f"{reported} of them deleted anything; the driver freed the device memory in all but {left}.", "",
+        f"{reported} of them deleted anything; the driver freed the device memory in all but {left}.",
+        "",
     ]
 
 
@@ -168,11 +185,17 @@ def _unjudged(rows: list[dict[str, Any]]) -> list[str]:
     part = Counter((r["graphs"], r["where"], r["helper"], r["reason"] or r["verdict"]) for r in rows if not _judged(r))
     if not part:
         return []
-    out = ["Rows without a verdict, because the place was not reached:", "",
-           "| graphs | where | helper | rows | reason |", "|---|---|---|---|---|"]
+    out = [
+        "Rows without a verdict, because the place was not reached:",
+        "",
+        "| graphs | where | helper | rows | reason |",
+        "|---|---|---|---|---|",
+    ]
     for (graphs, where, helper, reason), count in sorted(part.items()):
-        out.append(f"| {graphs.replace('_', ' ')} | {where.replace('_', ' ')} | {'with' if helper else 'without'} | {count} | "
-                   f"{reason.replace('|', ' ')} |")
+        out.append(
+            f"| {graphs.replace('_', ' ')} | {where.replace('_', ' ')} | {'with' if helper else 'without'} | {count} | "
+            f"{reason.replace('|', ' ')} |"
+        )
     return [*out, ""]
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest training loops that make each kind of graph, with places where a fault can be put.
 
-A workload has: eager_steps (training steps before the capture), capture(), step(), evaluate(), delete() (the cleanup that the
-framework itself offers) and recapture(). Kinds: transformer_engine, local, full_iteration, optimizer (megatron-core with
-Transformer Engine layers, one tensor-parallel group of all ranks, so that collectives are captured), partial (our manager) and
-torch_callable (torch.cuda.make_graphed_callables), both with an all-reduce inside, and stand_in: no GPU, a graph object that
-only knows whether it is alive.
+A workload has: eager_steps (training steps before the capture), capture(), step(), evaluate(), delete() (the cleanup
+that the framework itself offers) and recapture(). Kinds: transformer_engine, local, full_iteration, optimizer
+(megatron-core with Transformer Engine layers, one tensor-parallel group of all ranks, so that collectives are
+captured), partial (our manager) and torch_callable (torch.cuda.make_graphed_callables), both with an all-reduce inside,
+and stand_in: no GPU, a graph object that only knows whether it is alive.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class TorchWorkload:
 class TorchCallables(TorchWorkload):
     def capture(self) -> None:
         sample = torch.randn(TOKENS, WIDTH, device=self.device, requires_grad=True)
-        torch.cuda.make_graphed_callables(tuple(self.model.blocks), ((sample,), (sample.clone().detach().requires_grad_(),)))
+        torch.cuda.make_graphed_callables(
+            tuple(self.model.blocks), ((sample,), (sample.clone().detach().requires_grad_(),))
+        )
 
     def delete(self) -> None:
         for block in self.model.blocks:  # torch offers no more than dropping the callables
@@ -234,11 +236,19 @@ class Megatron:
 
         self.kind, self.points = kind, points
         impl = "none" if kind == "optimizer" else kind
-        shape = plan.Shape(layers=2, hidden=256, heads=4, kv_heads=4, ffn=512, sequence=128, microbatches=1, vocabulary=512)
+        shape = plan.Shape(
+            layers=2, hidden=256, heads=4, kv_heads=4, ffn=512, sequence=128, microbatches=1, vocabulary=512
+        )
         parallel = {"tensor": ranks, "pipeline": 1, "expert": 1}
         job = {
-            "shape": plan.as_dict(shape), "impl": impl, "parallel": parallel, "rank": rank, "local_rank": rank, "seed": seed,
-            "config": plan.config_fields("dense", shape, "bf16", 0.0, parallel), "drill": None,
+            "shape": plan.as_dict(shape),
+            "impl": impl,
+            "parallel": parallel,
+            "rank": rank,
+            "local_rank": rank,
+            "seed": seed,
+            "config": plan.config_fields("dense", shape, "bf16", 0.0, parallel),
+            "drill": None,
             "graph": variants.fields(variants.Variant(impl), _megatron_minor()),
         }
         self.trainer = trainer = Trainer(job)
@@ -275,7 +285,7 @@ class Megatron:
         return call
 
     def _prepare_optimizer(self) -> None:
-        """The optimizer graph holds a plain SGD step: Megatron's own reads values back on the host unless told otherwise."""
+        """The optimizer graph holds a plain SGD step: Megatron's own reads values back on the host by default."""
         optimizer, points = self.trainer.optimizer, self.points
         if self.kind != "optimizer":
             step = optimizer.step

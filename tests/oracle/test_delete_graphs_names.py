@@ -16,7 +16,11 @@ def source(folder: Path, module: str) -> dict[str, ast.stmt] | None:
     path = folder / (module.replace(".", "/") + ".py")
     if not path.exists():
         return None
-    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return {
+        node.name: node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
 
 
 def names_of(node: ast.stmt) -> set[str]:

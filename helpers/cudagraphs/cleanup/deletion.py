@@ -59,7 +59,7 @@ def _delete(given: list[finders.Heap], release_memory: bool) -> DeletionReport:
         report.warnings.append(warning)
     remaining = [graph for graph in heap.cuda_graphs if finders.is_live(graph)]
     given.clear()
-    part = heap = None  # noqa: F841  so that what only they still refer to can be collected
+    part = heap = None  # so that what only they still refer to can be collected
     if release_memory:
         gc.collect()
         _release_memory(report, reserved)

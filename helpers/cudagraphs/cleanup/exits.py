@@ -137,7 +137,10 @@ class Exits:
         """Light: decides who acts on the signal. The deletion happens when the main thread has unwound."""
         previous = self.previous[signum]
         if not self._ends_process(signum):
-            previous(signum, frame)
+            # The program's handler: it was there before, or it came later and passes on to what it found. A default
+            # action is nothing that it could have passed on to.
+            if callable(previous):
+                previous(signum, frame)
             return
         if self.leaving or self.signum is not None:
             return  # on the way out already, and the deadline bounds it
@@ -151,7 +154,7 @@ class Exits:
         raise SignalExit(signum)
 
     def _rescue(self) -> None:
-        """Half of the time is gone: delete and abort from this thread, which frees a main thread stuck in a collective."""
+        """Half of the time is gone: delete and abort from this thread, to free a main thread stuck in a collective."""
         self.fault = self.fault or bool(self._signal_tokens)
         try:
             self._delete(lock_timeout=_RESCUE_LOCK_S)
@@ -259,9 +262,7 @@ def _without_own_frames(trace: TracebackType | None, files: tuple[str, ...]) -> 
 _installed: Exits | None = None
 
 
-def install(
-    limit: float = DEFAULT_LIMIT_S, report_path: str | None = None, own_files: tuple[str, ...] = ()
-) -> Exits:
+def install(limit: float = DEFAULT_LIMIT_S, report_path: str | None = None, own_files: tuple[str, ...] = ()) -> Exits:
     """Put the exits in place; called again, only the deletion moves in front of newer atexit callbacks."""
     global _installed
     if not limit > 0:
@@ -290,7 +291,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _at_multiprocessing_exit(function: Callable[[], None]) -> None:
-    """A forked multiprocessing child leaves with os._exit() after multiprocessing's own finalizers; atexit never runs."""
+    """A forked multiprocessing child runs multiprocessing's finalizers, then os._exit(): atexit never runs."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         from multiprocessing.util import Finalize

@@ -52,8 +52,13 @@ KINDS = (
 
 # Static inputs and outputs of a runner, which live in the graphs' pool.
 _RUNNER_TENSORS = (
-    "fwd_graph_input_args", "fwd_graph_input_kwargs", "fwd_graph_input_surface", "fwd_graph_outputs",
-    "fwd_graph_output_surface", "static_grad_outputs", "static_grad_inputs",
+    "fwd_graph_input_args",
+    "fwd_graph_input_kwargs",
+    "fwd_graph_input_surface",
+    "fwd_graph_outputs",
+    "fwd_graph_output_surface",
+    "static_grad_outputs",
+    "static_grad_inputs",
 )
 _LAYER_CLASSES = {"TransformerLayer", "MambaLayer", "GraphableMegatronModule"}
 _REACH_LIMIT = 200_000  # objects looked at from one given object: about 5,000 submodules, half a second
@@ -298,17 +303,20 @@ def _reset_runner(runner: Any) -> None:
 
 def _reset_record(module: ModuleType, record: Any) -> None:
     manager_class = getattr(module, "CudaGraphManager", None)
-    pools = {n: getattr(manager_class, n) for n in ("global_mempool", "fwd_mempools", "bwd_mempool")
-             if hasattr(manager_class, n)}
+    pools = {
+        n: getattr(manager_class, n)
+        for n in ("global_mempool", "fwd_mempools", "bwd_mempool")
+        if hasattr(manager_class, n)
+    }
     if hasattr(module, "delete_cuda_graphs"):
         module.delete_cuda_graphs()
     record.cudagraph_created = False
     record.cudagraph_record = []
     if hasattr(record, "cudagraph_inference_record"):
         record.cudagraph_inference_record = []
-    # Upstream drops the pool handles, which only a manager's constructor makes: a capture by a manager that lives on would
-    # fail on None. A handle whose graphs are gone cannot be captured into either (torch asserts that a pool in use is
-    # live, CUDACachingAllocator.cpp), so the class gets fresh ones.
+    # Upstream drops the pool handles, which only a manager's constructor makes: a capture by a manager that lives on
+    # would fail on None. A handle whose graphs are gone cannot be captured into either (torch asserts that a pool in
+    # use is live, CUDACachingAllocator.cpp), so the class gets fresh ones.
     new_handle = module.torch.cuda.graph_pool_handle
     for name, value in pools.items():
         if isinstance(value, dict):  # fwd_mempools, 0.13 to 0.15: makes its handles on demand
@@ -333,7 +341,9 @@ def _full_iteration_wrapper() -> Iterator[Target]:
     for stage in STAGES if wrapper is not None else ():
         # Bridge 0.4 to 0.6 deletes the "training" key; the next run in this process needs it, so it counts as there.
         if wrapper.cuda_graph.get(stage) is not None or stage not in wrapper.cuda_graph:
-            yield Target("full_iteration", f"{FULL_ITERATION[1]} {stage}", lambda stage=stage: _reset_stage(wrapper, stage))
+            yield Target(
+                "full_iteration", f"{FULL_ITERATION[1]} {stage}", lambda stage=stage: _reset_stage(wrapper, stage)
+            )
 
 
 def _reset_stage(wrapper: Any, stage: str) -> None:
@@ -348,9 +358,9 @@ def _reset_stage(wrapper: Any, stage: str) -> None:
 def _renew_shared_pool() -> None:
     """Let the next capture take a fresh pool.
 
-    full_cuda_graph keeps one pool handle for full-iteration and optimizer graphs (0.18, use_single_mempool). Once its graphs
-    are gone, but not yet all of its memory, torch refuses another capture into it: a validation that captures after the
-    cleanup fails with "use_count > 0 INTERNAL ASSERT FAILED" (seen with megatron-core 0.19.2 and torch 2.11).
+    full_cuda_graph keeps one pool handle for full-iteration and optimizer graphs (0.18, use_single_mempool). Once its
+    graphs are gone, but not yet all of its memory, torch refuses another capture into it: a validation that captures
+    after the cleanup fails with "use_count > 0 INTERNAL ASSERT FAILED" (seen with megatron-core 0.19.2 and torch 2.11).
     """
     module = loaded(FULL_ITERATION[0])
     if hasattr(module, "_shared_graph_pool"):
@@ -367,8 +377,11 @@ def _graphs_of_reset(reset: FunctionType) -> list[Any]:
     """The graphs in the closure of TE's reset(): lists and an index in 2.10, the graphs themselves later."""
     cells = {name: _cell(cell) for name, cell in zip(reset.__code__.co_freevars, reset.__closure__ or ())}
     index = cells.get("graph_idx")
-    graphs = [value[index] if isinstance(value, list) and index is not None else value
-              for name, value in cells.items() if "graph" in name and name != "graph_idx"]
+    graphs = [
+        value[index] if isinstance(value, list) and index is not None else value
+        for name, value in cells.items()
+        if "graph" in name and name != "graph_idx"
+    ]
     return [graph for graph in graphs if graph is not None]
 
 
@@ -376,8 +389,11 @@ def _torch_callables(heap: Heap) -> Iterator[Target]:
     for function in heap.torch_functions:
         live = [graph for graph in reach(function).cuda_graphs if is_live(graph)]
         if live:
-            yield Target("torch_callable", "torch.cuda graphed callable",
-                         lambda live=live: _call_all([graph.reset for graph in live]))
+            yield Target(
+                "torch_callable",
+                "torch.cuda graphed callable",
+                lambda live=live: _call_all([graph.reset for graph in live]),
+            )
 
 
 def _bare_graphs(heap: Heap) -> Iterator[Target]:
@@ -393,8 +409,8 @@ def old_te_warning(heap: Heap) -> str | None:
         return None
     version = str(getattr(te, "__version__", "of unknown version"))
     return (
-        f"Transformer Engine {version} has no graph reset (added in 2.10): the graphs of {len(heap.te_functions)} graphed "
-        "callables were reset directly, their static input and output buffers stay until nothing refers to the callables"
+        f"Transformer Engine {version} has no graph reset (added in 2.10): the graphs of {len(heap.te_functions)} "
+        "graphed callables were reset directly, their static buffers stay until nothing refers to the callables"
     )
 
 

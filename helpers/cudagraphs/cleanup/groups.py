@@ -88,7 +88,7 @@ class _AfterImport:
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
-                def exec_module(module: ModuleType) -> None:
+                def exec_module(module: ModuleType, execute: Callable[[ModuleType], None] = execute) -> None:
                     execute(module)
                     _wrap_module(module, self._before)
                     self._imported()
@@ -117,7 +117,9 @@ def abort() -> str | None:
         return None
     call = getattr(module, "_abort_process_group", None)
     if call is None:
-        return f"torch {getattr(sys.modules.get('torch'), '__version__', '?')} has no _abort_process_group (added in 2.6)"
+        return (
+            f"torch {getattr(sys.modules.get('torch'), '__version__', '?')} has no _abort_process_group (added in 2.6)"
+        )
     try:
         getattr(call, _ORIGINAL, call)()
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which object keeps a graph alive, in words: `wrapper.cuda_graph['training']`, `local 'graph' of train() in train.py`."""
+"""Which object keeps a graph alive, in words: `entry 'training' of trainer.graphs`, `local 'graph' of train()`."""
 
 from __future__ import annotations
 

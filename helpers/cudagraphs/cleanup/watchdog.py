@@ -2,8 +2,8 @@
 """The deadline of a teardown: half way a rescue, at the end stacks, culprit and exit.
 
 Three layers, because a hung teardown may hold the interpreter lock or outlive the interpreter:
-  1. a thread: at half the time it starts the rescue, at the deadline it dumps the stacks of all threads, says which object
-     keeps graphs alive, and leaves with os._exit(status);
+  1. a thread: at half the time it starts the rescue, at the deadline it dumps the stacks of all threads, says which
+     object keeps graphs alive, and leaves with os._exit(status);
   2. faulthandler's own thread, which needs no interpreter lock, dumps the stacks half a second later;
   3. SIGALRM with its default action one second later: the kernel ends the process, shell status 142. It is also what
      ends a hang in a C++ destructor after Python is gone. Left out where the program uses SIGALRM itself.
@@ -77,7 +77,9 @@ class Watchdog:
         free = signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
         if free and (self._owns_alarm or signal.getitimer(signal.ITIMER_REAL)[0] == 0):
             self._owns_alarm = left is not None
-            signal.setitimer(signal.ITIMER_REAL, 0 if left is None else max(left - time.monotonic(), 0.0) + _KILL_AFTER_S)
+            signal.setitimer(
+                signal.ITIMER_REAL, 0 if left is None else max(left - time.monotonic(), 0.0) + _KILL_AFTER_S
+            )
         if left is None:
             faulthandler.cancel_dump_traceback_later()
             return
