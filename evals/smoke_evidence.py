@@ -4,7 +4,7 @@
 
 Usage:
   python evals/smoke_evidence.py --out evals/results/gpu
-  python evals/smoke_evidence.py --out /tmp/results --only smoke-mcore-dense-launch smoke-drill-sync
+  python evals/smoke_evidence.py --out results --only smoke-mcore-dense-launch smoke-drill-sync
 
 Runs follow one another and share the imports of their stack; the first run of a stack pays for them, as a user does.
 
