@@ -95,13 +95,14 @@ def result(case: Case, skill: Path, folder: Path) -> tuple[Path, dict[str, bytes
     return workspace, {name: (workspace / name).read_bytes() for name in files_of(workspace)}, transcript
 
 
-def run(names: Sequence[str], jobs: int, upstream: Upstream, show: Callable[[str], None]) -> tuple[dict, list[str]]:
+def run(
+    names: Sequence[str], chosen: list[Case], jobs: int, upstream: Upstream, show: Callable[[str], None]
+) -> tuple[dict[str, list[str]], list[str]]:
     """For each part the cases that fail without it; and the cases that fail as it is.
 
     A case whose final files are the same as with the whole skill has the same grade, and is not graded again (teardown cases run
     the helpers themselves, and are).
     """
-    chosen = [case for case in case_files.load() if not case.negative]
     table: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="ablation-") as scratch, ThreadPoolExecutor(jobs) as pool:
         skill = run_evals.package(Path(scratch, "whole"))
@@ -132,14 +133,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="GLOB", help="parts by name")
+    parser.add_argument("--cases", default="*", metavar="GLOB", help="case ids; negatives are left out")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     arguments = parser.parse_args(argv)
     names = fnmatch.filter(parts(), arguments.only)
     if not names:
         parser.error(f"no part matches {arguments.only!r}; there are {', '.join(parts())}")
+    chosen = [case for case in case_files.load(arguments.cases) if not case.negative]
     try:
         with Upstream() as upstream:
-            table, broken = run(names, arguments.jobs, upstream, lambda line: print(line, flush=True))
+            table, broken = run(names, chosen, arguments.jobs, upstream, lambda line: print(line, flush=True))
     except UpstreamUnavailable as error:
         print(f"ablation: {error}", file=sys.stderr)
         return 3
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "schema_version": 1,
             "command": "python evals/ablation.py",
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "cases": len([case for case in case_files.load() if not case.negative]),
+            "cases": len(chosen),
             "failing_with_the_whole_skill": broken,
             "parts": table,
         }

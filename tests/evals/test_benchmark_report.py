@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BENCHMARK.md is what the result files say, tells what was not run, and is in step with them."""
+
+import json
+
+import benchmark_report
+import pytest
+
+BENCHMARK = {
+    "agent": "general coding agent, 2026-11",
+    "date": "2026-11-30",
+    "run_summary": {
+        "with_skill": {"cases": 2, "runs": 2, "pass_rate": {"mean": 1.0}, "tool_calls": {"mean": 4.0}, "time_seconds": {"mean": 61.0}, "tokens": {"mean": None}},
+        "without_skill": {"cases": 2, "runs": 2, "pass_rate": {"mean": 0.5}, "tool_calls": {"mean": 9.5}, "time_seconds": {"mean": 90.0}, "tokens": {"mean": 1200}},
+        "delta": {"cases": 2, "pass_rate": 0.5, "low": 0.0, "high": 1.0},
+    },
+    "runs": [
+        {"configuration": "with_skill", "case": "a", "passed": True, "failed_checks": [], "tool_calls": 4, "seconds": 60.0},
+        {"configuration": "without_skill", "case": "a", "passed": False, "failed_checks": ["captures ['attn']"], "tool_calls": 9, "seconds": 91.0},
+        {"configuration": "with_skill", "case": "b", "passed": True, "failed_checks": [], "tool_calls": 4, "seconds": 62.0},
+    ],
+}  # fmt: skip
+
+
+def put(folder, name, document):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_without_files_every_section_says_so(tmp_path):
+    text = benchmark_report.report(tmp_path)
+    for title, _ in benchmark_report.SECTIONS:
+        assert f"## {title}\n" in text
+    assert text.count("Not run: ") >= 8
+    missing = text[text.index("## What was not run") :]
+    for command in ("run_evals.py --collect", "recipe_corpus.py", "smoke_capture.py", "fault_matrix.py", "bench_helpers.py", "ablation.py"):
+        assert command in missing
+
+
+def test_real_agents_are_shown_case_by_case(tmp_path):
+    put(tmp_path, "agents/benchmark.json", BENCHMARK)
+    text = benchmark_report.report(tmp_path)
+    assert "| with_skill | 2 | 2 | 100% | 4.0 | 61 s | not known |" in text
+    assert "| without_skill | 2 | 2 | 50.0% | 9.5 | 90 s | 1200 |" in text
+    assert "+50.0 points, 95% interval +0.0 to +100.0" in text
+    assert "these runs show no difference" in text
+    assert "| a | pass, 4, 60 | **fail** (captures ['attn']), 9, 91 |" in text
+    assert "| b | pass, 4, 62 | not run |" in text
+
+
+def test_a_clear_difference_is_not_called_none(tmp_path):
+    summary = {**BENCHMARK["run_summary"], "delta": {"cases": 2, "pass_rate": -0.5, "low": -0.9, "high": -0.1}}
+    put(tmp_path, "agents/benchmark.json", {**BENCHMARK, "run_summary": summary})
+    text = benchmark_report.report(tmp_path)
+    assert "-50.0 points, 95% interval -90.0 to -10.0" in text and "no difference" not in text
+
+
+def test_other_files_become_tables_with_their_source(tmp_path):
+    put(tmp_path, "oracle/x.json", {
+        "schema_version": 1, "command": "python x.py", "date": "2026-11-30", "mismatches": 0, "kinds": {"a": 39096},
+        "versions": {"0.19": {"judged": 26871, "rejected": 9.5}}, "list": [{"n": 1, "m": None}]})  # fmt: skip
+    text = benchmark_report.report(tmp_path)
+    assert "| mismatches | 0 |" in text and "| kinds: a | 39,096 |" in text
+    assert "| versions | judged | rejected |" in text and "| 0.19 | 26,871 | 9.5 |" in text
+    assert "From `evals/results/oracle/x.json`, 2026-11-30: `python x.py`" in text
+
+
+def test_performance_files(tmp_path):
+    put(tmp_path, "performance/helpers.json", {
+        "command": "python bench.py", "date": "2026-11-30T10:00:00Z", "machine": {"cpus": 2}, "versions": {"python": "3.12"},
+        "summary": {"apply": {"wall_s_median": 0.2031, "peak_mib": 41.0}}, "ratios": {"import / apply": 20.123}, "samples": {}})  # fmt: skip
+    text = benchmark_report.report(tmp_path)
+    assert "| apply | 0.2031 | 41 |" in text and "| ratios: import / apply | 20.12 |" in text
+
+
+def test_ablation(tmp_path):
+    put(tmp_path, "builtin/ablation.json", {"command": "python evals/ablation.py", "date": "2026-11-30", "cases": 51,
+                                            "parts": {"rule CG106": ["fp8"], "rule CG003": []}})  # fmt: skip
+    text = benchmark_report.report(tmp_path)
+    assert "| rule CG106 | 1 | fp8 |" in text and "| rule CG003 | 0 | none |" in text
+
+
+def test_a_broken_file_is_named(tmp_path, capsys):
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "benchmark.json").write_text("{", encoding="utf-8")
+    assert benchmark_report.main(["--results", str(tmp_path), "--output", str(tmp_path / "B.md")]) == 2
+    assert "benchmark.json" in capsys.readouterr().err
+    assert not (tmp_path / "B.md").exists()
+
+
+def test_write_and_check(tmp_path, capsys):
+    arguments = ["--results", str(tmp_path / "results"), "--output", str(tmp_path / "B.md")]
+    assert benchmark_report.main([*arguments, "--check"]) == 1
+    assert benchmark_report.main(arguments) == 0
+    assert benchmark_report.main([*arguments, "--check"]) == 0
+    put(tmp_path / "results", "agents/benchmark.json", BENCHMARK)
+    assert benchmark_report.main([*arguments, "--check"]) == 1
+
+
+def test_the_repository_is_in_step():
+    assert benchmark_report.main(["--check"]) == 0, "run python evals/benchmark_report.py"
+
+
+@pytest.mark.parametrize("path", sorted((benchmark_report.EVALS / "results").rglob("*.json")), ids=lambda path: path.name)
+def test_result_files_are_read(path):
+    assert json.loads(path.read_text(encoding="utf-8"))
