@@ -6,7 +6,7 @@ import pytest
 from cudagraphs import families, versions
 from cudagraphs.settings import Known, Settings, Unknown
 
-VERSIONS = versions.resolve("megatron-bridge", **{**versions.NEWEST})
+VERSIONS = versions.resolve("megatron-bridge", **versions.NEWEST)
 
 
 def family(name="", path="", complete=False, **facts):

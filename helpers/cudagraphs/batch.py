@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 
 from cudagraphs.formats.source import SourceError
-from cudagraphs.rules.config import verdict
+from cudagraphs.rules.config import Judgement, judge, normalized
 from cudagraphs.versions import VersionError
 
 
@@ -32,17 +32,17 @@ def run(lines: Iterable[str], mcore: str, te: str | None = None) -> Iterator[str
         BatchError: a line that is not such an object, or names a version that is not one.
     """
     default_te = None if te in (None, "", "none") else te
-    encode = json.JSONEncoder(separators=(",", ":")).encode
-    decode = json.JSONDecoder().decode
+    decode, write = json.JSONDecoder().decode, _Writer()
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        line = line.strip()
+        if not line:
             continue
         try:
-            request = decode(line.strip().lstrip("\ufeff"))
+            request = decode(line.lstrip("\ufeff"))
             fields = request["fields"]
             if not isinstance(fields, dict):
                 raise TypeError('"fields" is not an object')
-            result = verdict(fields, request.get("version") or mcore, request.get("te", default_te))
+            judgement = judge(fields, request.get("version") or mcore, request.get("te", default_te))
         except json.JSONDecodeError as error:
             raise BatchError(f"line {number}: not JSON ({error.msg} at column {error.colno})") from None
         except VersionError as error:
@@ -54,4 +54,31 @@ def run(lines: Iterable[str], mcore: str, te: str | None = None) -> Iterator[str
                 '{"id": 1, "fields": {"cuda_graph_impl": "local"}} with values of the types that TransformerConfig '
                 "takes"
             ) from None
-        yield encode({"id": request.get("id"), **result})
+        yield write(request.get("id"), judgement)
+
+
+class _Writer:
+    """Result lines. Few states and lists of codes come again and again, so their text is kept."""
+
+    def __init__(self) -> None:
+        self.encode = json.JSONEncoder(separators=(",", ":")).encode
+        self.states: dict[object, str] = {}
+        self.verdicts: dict[tuple[str, ...], str] = {}
+
+    def __call__(self, identity: object, judgement: Judgement) -> str:
+        codes = tuple(judgement.codes)
+        verdict = self.verdicts.get(codes)
+        if verdict is None:
+            word = "rejected" if codes else "accepted"
+            verdict = self.verdicts[codes] = f'"verdict":"{word}","codes":{self.encode(codes)}'
+        # encoding a plain number through the encoder would cost more than the verdict
+        name = str(identity) if type(identity) is int else self.encode(identity)
+        return f'{{"id":{name},{verdict},"normalized":{self._state(judgement)}}}'
+
+    def _state(self, judgement: Judgement) -> str:
+        if judgement.minor < 16:
+            return self.encode(normalized(judgement))
+        text = self.states.get(judgement.state)
+        if text is None:
+            text = self.states[judgement.state] = self.encode(normalized(judgement))
+        return text
