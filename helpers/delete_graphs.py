@@ -16,7 +16,7 @@ Usage, with one line:
     report = delete_graphs.delete_cuda_graphs()               now; idempotent
 
 Options:
-    --limit SECONDS   time from the fault, or from the start of the teardown, to the end of the process (default 8)
+    --limit SECONDS   time from a fault to the end of the process (default 8); an orderly end has four times as long
     --report FILE     write what was deleted as JSON; under several ranks name it with {rank}
 
 Output: nothing on stdout, which belongs to the program. On stderr one line for each graph that could not be deleted,
@@ -90,8 +90,9 @@ class graphs_deleted_on_exit(ContextDecorator):  # noqa: N801  reads as a phrase
 def install(limit: float = DEFAULT_LIMIT_S, report: str | None = None) -> None:
     """Delete graphs on every way out of this process. Call it once, as early as possible, in the main thread.
 
-    limit: seconds from the fault, or from the start of the teardown, to the end of the process. Raises ValueError when
-    it is not positive. report: a file to write at exit, what was deleted as JSON.
+    limit: seconds from a fault to the end of the process; an orderly end has four times as long, because cutting it
+    makes a failure of a run that succeeded. Raises ValueError when it is not positive.
+    report: a file to write at exit, what was deleted as JSON.
 
     Signals (SIGTERM, SIGINT, SIGUSR1, SIGUSR2): a handler that the program has set, before or after, decides alone;
     where there is none the main thread unwinds as for sys.exit(), graphs are deleted, and the process dies by the

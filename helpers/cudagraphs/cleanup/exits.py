@@ -22,6 +22,8 @@ from cudagraphs.cleanup.watchdog import Watchdog, say
 
 DEFAULT_LIMIT_S = 8.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# An orderly end may be slow on a busy machine, and cutting it makes a failure of a run that succeeded.
+ORDERLY_FACTOR = 4
 _RESCUE_LOCK_S = 0.5
 _LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
 
@@ -165,13 +167,16 @@ class Exits:
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
+    def _time_to_leave(self) -> float:
+        return self.limit if self.fault else ORDERLY_FACTOR * self.limit
+
     def leave(self, fault: bool) -> None:
         """Delete every graph, abort communicators after a fault. Called again, it deletes what was captured since."""
         self.fault = self.fault or fault
         if not self.leaving:
             self.leaving = True
             status = {"status": 128 + self.signum} if self.signum is not None else {}
-            self._token = self.watchdog.arm(self.limit, "teardown", **status)
+            self._token = self.watchdog.arm(self._time_to_leave(), "teardown", **status)
             self.watchdog.disarm(self._signal_tokens.pop(signal.SIGINT, -1))
         self._delete()
         if self.fault:
@@ -193,7 +198,7 @@ class Exits:
 
     @contextmanager
     def _before_teardown(self, name: str) -> Iterator[None]:
-        token = self.watchdog.arm(self.limit, f"torch.distributed.{name}()")
+        token = self.watchdog.arm(self._time_to_leave(), f"torch.distributed.{name}()")
         try:
             self._delete()
             yield
@@ -233,7 +238,7 @@ class Exits:
             return
         if self.signum is not None:
             self._die_by(self.signum)
-        self.watchdog.arm(self.limit, "end of the interpreter")
+        self.watchdog.arm(self._time_to_leave(), "end of the interpreter")
 
     def _die_by(self, signum: int) -> None:
         """End as the signal itself would have ended the process."""
