@@ -98,5 +98,5 @@ class FakeBackend:
     def set_rng_state(self, state):
         torch.set_rng_state(state)
 
-    def synchronize(self):
+    def settle(self):
         pass

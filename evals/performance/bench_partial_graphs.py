@@ -4,6 +4,7 @@
 
 Usage:
     python3 evals/performance/bench_partial_graphs.py --out partial-bench.json [--rounds 30] [--revision REV]
+    python3 evals/performance/bench_partial_graphs.py --tests-out partial-tests.json   # run the GPU tests, note outcomes
     python3 evals/performance/bench_partial_graphs.py --memory-of ours     # one peer, used by the first form
 
 Measures an attention block, a parameterless router and a stack of 24 transformer blocks. All peers live in one process
@@ -18,16 +19,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from xml.etree import ElementTree
 
+try:  # before torch loads its own cuDNN libraries, or Transformer Engine may find the wrong ones
+    import transformer_engine.pytorch  # noqa: F401
+except (ImportError, OSError):
+    pass
 import torch
 from torch import nn
 
@@ -236,6 +244,11 @@ def gradients_of(peer: Peer, kind: str, microbatches: int = 2) -> list[torch.Ten
     return found
 
 
+def describe(error: BaseException) -> str:
+    cause = f" <- {describe(error.__cause__)}" if error.__cause__ is not None else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{cause}"
+
+
 def time_case(kind: str, rounds: int, calls: int) -> dict:
     makers = {**PEERS, **(STACK_PEERS if kind == "stack" else {})}
     peers: dict[str, Peer] = {}
@@ -244,7 +257,7 @@ def time_case(kind: str, rounds: int, calls: int) -> dict:
         try:
             peers[name] = make(kind)
         except Exception as error:  # a peer that is not installed or fails here is reported, not fatal
-            report[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            report[name] = {"error": describe(error)}
     expected = gradients_of(peers["eager"], kind)
     for name, peer in peers.items():
         if name == "raw replay":
@@ -253,7 +266,7 @@ def time_case(kind: str, rounds: int, calls: int) -> dict:
         try:
             actual = gradients_of(peer, kind)
         except Exception as error:
-            report[name] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            report[name] = {"error": describe(error)}
             continue
         report[name] = {"two_accumulated_microbatches_equal_eager": len(actual) == len(expected) and all(
             torch.equal(one, other) for one, other in zip(actual, expected))}
@@ -362,6 +375,22 @@ def facts(revision: str) -> dict:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
+def run_tests() -> dict:
+    """Outcome of every GPU test of the partial graph manager, from a pytest run of its own."""
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
+                        f"--junitxml={report}", "tests/test_partial_graphs_gpu.py"], cwd=root, timeout=240,
+                       env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, stdout=sys.stderr)
+        outcomes = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            found = {child.tag for child in case} & {"failure", "error", "skipped"}
+            outcomes[case.get("name")] = next(iter(found), "passed")
+    return {"counts": {outcome: list(outcomes.values()).count(outcome) for outcome in sorted(set(outcomes.values()))},
+            "outcomes": outcomes}
+
+
 def print_table(cases: dict) -> None:
     for kind, report in cases.items():
         print(f"\n{kind}: host microseconds a call, forward / forward and backward", file=sys.stderr)
@@ -377,6 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=20, help="calls of one sample")
     parser.add_argument("--revision", default="unknown", help="git revision to note in the result")
+    parser.add_argument("--tests-out", type=Path, help="run the GPU tests instead, and write their outcomes here")
     parser.add_argument("--memory-of", choices=[*PEERS, *STACK_PEERS], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -384,6 +414,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 4
     if options.memory_of:
         print(json.dumps(memory_of(options.memory_of)))
+        return 0
+    if options.tests_out:
+        found = {"schema_version": 1, "command": "evals/performance/bench_partial_graphs.py --tests-out",
+                 **facts(options.revision), **run_tests()}
+        options.tests_out.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     cases = {}
     result = {"schema_version": 1, "command": "evals/performance/bench_partial_graphs.py", **facts(options.revision),

@@ -11,7 +11,7 @@ A backend has these members; the tests bring one of their own that runs on the C
                           the outputs of the graph `source`, or nothing where that is None
 `forbid_sync()`           context in which a host synchronisation raises
 `rng_state()`, `set_rng_state(state)`   the generator that captured random ops advance
-`synchronize()`           wait for the device
+`settle()`                wait for the device and give cached memory back, so that the pool can have it
 """
 
 from __future__ import annotations
@@ -99,5 +99,6 @@ class CudaBackend:
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, self._device)
 
-    def synchronize(self) -> None:
+    def settle(self) -> None:
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()

@@ -242,12 +242,13 @@ def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
     analysis.saved_inputs = [i for i, static in enumerate(statics) if static.untyped_storage()._cdata in saved]
     try:
         with backend.forbid_sync():
-            reached = [_gradients([outputs[index]], inputs) for index in trainable]
+            reached = [[gradient is not None for gradient in _gradients([outputs[index]], inputs)]
+                       for index in trainable]
     except RuntimeError as error:
         if "synchronizing" in str(error).lower():
             raise Unsupported(f"backward waits for the device on the host ({error})") from error
         raise
-    analysis.reaches = [frozenset(position for position, gradients in enumerate(reached) if gradients[i] is not None)
+    analysis.reaches = [frozenset(position for position, found in enumerate(reached) if found[i])
                         for i in range(len(inputs))]
     plan.outputs = []  # the plan outlives this run; its tensors must not
     return analysis

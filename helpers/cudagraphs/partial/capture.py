@@ -66,7 +66,7 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
             rng = backend.rng_state()
             stack.callback(backend.set_rng_state, rng)
             bodies: dict[int, Body] = {}
-            backend.synchronize()
+            backend.settle()
             with backend.side_stream():
                 ordered = sorted(((signature, entry) for entry in entries for signature in entry.signatures
                                   if signature.refusal is None), key=lambda pair: pair[0].order)
@@ -89,7 +89,7 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                 if accumulate:
                     _give_accumulators(planned)
                 gc.collect()
-                backend.synchronize()
+                backend.settle()
                 pool = backend.pool()
                 captured = [item for item in planned if not item.follows]
                 variants = {id(item.signature): item.variant for item in captured}
@@ -105,7 +105,7 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                             current = item.entry.name
                             item.variant.slots[replica].capture_backward(
                                 backend, pool, _gradient_sinks(item, replica, captured))
-            backend.synchronize()
+            backend.settle()
     except BaseException as error:
         release(item.variant for item in planned)
         if not isinstance(error, Exception):

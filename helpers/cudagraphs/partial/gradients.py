@@ -17,6 +17,8 @@ from torch import nn
 from cudagraphs.partial.errors import StaleGraphError
 
 use_count = torch._C._storage_Use_Count
+empty_like, grad_enabled = torch.empty_like, torch.is_grad_enabled
+foreach_clone = getattr(torch, "_foreach_clone", None)  # newer torch allocates and copies in one call
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -28,9 +30,11 @@ def storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
 
 def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of all tensors, by one kernel where torch can fuse them."""
-    if len(tensors) < 2:
-        return [tensor.clone() for tensor in tensors]
-    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
+    if foreach_clone is not None:
+        return foreach_clone(tensors)
+    copies = [empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
@@ -49,8 +53,9 @@ def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], list[tuple
             gradient = gradients[index]
             if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
                 continue
-            if any([use_count(handle) > own for handle, own in slot.sink_watch[position]]):
-                kept.append((sink, sink.clone()))
+            for handle, own in slot.sink_watch[position]:
+                if use_count(handle) > own:
+                    kept.append((sink, sink.clone()))
             if gradient is None:
                 sink.zero_()
             else:
@@ -144,8 +149,14 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
     add = slot.add_graph.replay if slot.add_graph is not None else None
     write_all = slot.full_graph.replay if slot.full_graph is not None else write
 
+    place_of_parameters = [place for place, _ in to_parameters]
+    blank: list[torch.Tensor | None] = [None] * arguments
+
     def launch(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        full = beyond and any([gradients[index] is not None for index in beyond])
+        full = False
+        for index in beyond:
+            if gradients[index] is not None:
+                full = True
         kept = fill_all(gradients) if full else fill_lean(gradients)
         if accumulators is not None:
             defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
@@ -158,39 +169,46 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
             write()
         return kept
 
-    def backward(gradients: tuple[torch.Tensor | None, ...], leaves: list[int]) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
+    simple = not beyond and accumulators is None
+
+    def backward(gradients: tuple[torch.Tensor | None, ...], leaves: Any) -> tuple[torch.Tensor | None, ...]:
+        if grad_enabled():
             raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured backward "
                                   "does not have; close the manager or leave this module out")
-        kept = launch(gradients)
-        result: list[torch.Tensor | None] = [None] * arguments
-        keeps = keeps_graph()
-        if kept or keeps:  # the same memory may be written again before these gradients are read
+        if simple:
+            kept = fill_lean(gradients)
+            write()
+        else:
+            kept = launch(gradients)
+        result = blank.copy()
+        if kept or keeps_graph():  # the same memory may be written again before these gradients are read
             for place, gradient in (*to_inputs, *to_parameters):
                 result[place] = gradient.clone()
         else:
             for place, gradient in to_inputs:
-                result[place] = gradient.clone() if place in leaves else gradient.detach()
+                result[place] = gradient.clone() if leaves and place in leaves else gradient.detach()
             if statics:
-                absent = [parameter.grad is None for parameter in receivers]
-                if all(absent):
-                    # AccumulateGrad adopts these copies as .grad: one kernel for all parameters.
-                    for (place, _), gradient in zip(to_parameters, clone_all(statics)):
+                for parameter in receivers:
+                    if parameter.grad is not None:  # AccumulateGrad adds those in place
+                        slot.parameters_exposed = True
+                        for (place, gradient), receiver in zip(to_parameters, receivers):
+                            result[place] = gradient.clone() if receiver.grad is None else gradient.detach()
+                        break
+                else:  # it adopts these copies as .grad: one kernel for all parameters
+                    for place, gradient in zip(place_of_parameters, clone_all(statics)):
                         result[place] = gradient
-                else:  # it adds those in place
-                    slot.parameters_exposed = True
-                    for (place, gradient), missing in zip(to_parameters, absent):
-                        result[place] = gradient.clone() if missing else gradient.detach()
-        if not keeps:
+        if not keeps_graph():
             slot.ticket += 1
             slot.pending = None
         for sink, value in kept:
             sink.copy_(value)
-        defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
-        if len(defined) < len(trainable):
-            for place, reached in zip(places, reaches):
-                if not reached & defined:
-                    result[place] = None
+        for index in trainable:
+            if gradients[index] is None:
+                defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
+                for place, reached in zip(places, reaches):
+                    if not reached & defined:
+                        result[place] = None
+                break
         return tuple(result)
 
     return backward

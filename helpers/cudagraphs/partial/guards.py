@@ -90,7 +90,8 @@ class GuardBuilder:
         for position, (kind, name, where, expression) in enumerate(self.steps):
             if kind == "check":
                 pending.append(expression)
-                slow.append(f"if not ({expression}): return Mismatch({position}, {name!r}, {where!r})")
+                slow += ["try:", f"    if not ({expression}): return Mismatch({position}, {name!r}, {where!r})",
+                         f"except KeyError: return Mismatch({position}, {name!r}, {where!r})"]
                 continue
             if pending:
                 fast.append(f"if not ({' and '.join(pending)}): return None")
@@ -100,8 +101,10 @@ class GuardBuilder:
         if pending:
             fast.append(f"if not ({' and '.join(pending)}): return None")
         body = "\n        ".join
+        fast = [f"    {line}" for line in fast]  # a deleted attribute raises KeyError, which costs nothing until then
         source = (f"def make({parameters}):\n"
-                  f"    def match(args, kwargs):\n        {body([*fast, f'return {result}'])}\n"
+                  f"    def match(args, kwargs):\n        try:\n        "
+                  f"{body([*fast, f'    return {result}', 'except KeyError: return None'])}\n"
                   f"    def explain(args, kwargs):\n        {body([*slow, 'return None'])}\n"
                   f"    return match, explain\n")
         scope: dict[str, Any] = {"Mismatch": Mismatch, "copysign": math.copysign, "same_object": same_object,
@@ -336,27 +339,27 @@ def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameter
         label = name or "module"
         state = build.constant(vars(module))
         if module is not target:
-            build.check("hooks", label, "not (" + " or ".join(f"{state}[{d!r}]" for d in HOOK_DICTS) + ")")
+            build.check("hooks", label, "not (" + " or ".join(build.constant(getattr(module, d)) for d in HOOK_DICTS) + ")")
         children = build.constant(module._modules)
         build.check("submodules", label, f"len({children}) == {len(module._modules)}")
         for key, child in module._modules.items():
-            build.check("submodules", f"{label}.{key}", f"{children}.get({key!r}) is {build.constant(child)}")
+            build.check("submodules", f"{label}.{key}", f"{children}[{key!r}] is {build.constant(child)}")
         parameters = build.constant(module._parameters)
         build.check("parameter storage", label, f"len({parameters}) == {len(module._parameters)}")
         for key, parameter in module._parameters.items():
             if parameter is None or not copied_parameters:
-                _check_storage(build, "parameter storage", f"{label}.{key}", f"{parameters}.get({key!r})", parameter)
+                _check_storage(build, "parameter storage", f"{label}.{key}", f"{parameters}[{key!r}]", parameter)
         buffers = build.constant(module._buffers)
         build.check("buffer storage", label, f"len({buffers}) == {len(module._buffers)}")
         for key, buffer in module._buffers.items():
-            _check_storage(build, "buffer storage", f"{label}.{key}", f"{buffers}.get({key!r})", buffer)
+            _check_storage(build, "buffer storage", f"{label}.{key}", f"{buffers}[{key!r}]", buffer)
         for key, value in vars(module).items():
             if key in MODULE_INTERNALS:
                 continue
             if isinstance(value, torch.Tensor):
-                _check_storage(build, "tensor attribute", f"{label}.{key}", f"{state}.get({key!r})", value)
+                _check_storage(build, "tensor attribute", f"{label}.{key}", f"{state}[{key!r}]", value)
             elif isinstance(value, (bool, int, float, str, type(None))) and not keeps_call_state(module):
-                constant, now = build.constant(value), f"{state}.get({key!r})"
+                constant, now = build.constant(value), f"{state}[{key!r}]"
                 build.check("attribute", f"{label}.{key}", f"({now} is {constant} or {now} == {constant})")
 
 

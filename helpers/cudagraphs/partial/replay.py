@@ -55,6 +55,7 @@ class Slot:
         self.sink_watch: list[list[tuple[int, int]]] = []
         self._parameter_watch: list[tuple[int, int]] = []
         self._storages: dict[int, Any] = {}
+        # Inputs to outputs: a sequence of tensors, or the bare tensor where there is one only.
         self.launch: Callable[[tuple[torch.Tensor, ...]], Any] = _unfinished
 
     # Capture
@@ -165,14 +166,17 @@ class Slot:
         """Replay without autograd: copy in, replay, hand out aliases of the static outputs."""
         load, replay, outputs = self._loader(), self.forward_graph.replay, self.outputs
         recorded = self.signature.ambient.grad and any(static.requires_grad for static in self.inputs)
+        only = outputs[0] if len(outputs) == 1 else None
 
-        def launch(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        def launch(tensors: tuple[torch.Tensor, ...]) -> Any:
             if recorded:  # or the copies would become part of the caller's autograd graph
                 with torch.no_grad():
                     load(tensors)
             else:
                 load(tensors)
             replay()
+            if only is not None:
+                return only.detach()
             return [output.detach() for output in outputs]
 
         return launch
@@ -186,7 +190,7 @@ class Slot:
             self.extra_arguments = len(trainable)
             apply = self._node().apply
 
-            def launch(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            def launch(tensors: tuple[torch.Tensor, ...]) -> Any:
                 live = body.live_parameters()
                 return apply(*tensors, *[live[position] for position in trainable])
 
@@ -215,6 +219,15 @@ class Slot:
         else:
             cut_down = None
         copies = [alias.detach() for alias in self.body.aliases] if self.body.copied else []
+        if len(targets) == 1 and cut_down is None and not copies:
+            target, pointer = targets[0], pointers[0]
+
+            def load_one(tensors: tuple[torch.Tensor, ...]) -> None:
+                tensor = tensors[0]
+                if tensor.data_ptr() != pointer:
+                    target.copy_(tensor)
+
+            return load_one
 
         def load(tensors: tuple[torch.Tensor, ...]) -> None:
             into, values = [], []
@@ -241,10 +254,11 @@ class Slot:
         borrowed = [(index, self.inputs[index].data_ptr(), index in self.analysis.saved_inputs)
                     for index in self.borrowed]
         wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
+        only = outputs[0] if len(outputs) == 1 else None
 
         class Replay(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
                 load(tensors)
                 replay()
                 ctx.set_materialize_grads(False)
@@ -252,7 +266,10 @@ class Slot:
                 slot.ticket += 1
                 ctx.ticket = slot.ticket
                 # A leaf adopts its gradient as .grad, and would keep the slot taken with it.
-                ctx.leaves = [index for index in wanted if tensors[index].is_leaf]
+                ctx.leaves = None
+                for index in wanted:
+                    if tensors[index].is_leaf:
+                        ctx.leaves = [index, *(ctx.leaves or ())]
                 if borrowed:
                     # The producer of this memory stays taken while our backward may read it.
                     ctx.held = [tensors[index] if tensors[index].data_ptr() == pointer else slot.inputs[index].detach()
@@ -260,6 +277,8 @@ class Slot:
                     ctx.held_versions = [held._version for held, (_, _, saved) in zip(ctx.held, borrowed) if saved]
                 if watched:
                     ctx.versions = [output._version for output in watched]
+                if only is not None:
+                    return only.detach()
                 results = tuple([output.detach() for output in outputs])
                 if plain:
                     ctx.mark_non_differentiable(*[results[index] for index in plain])
@@ -336,8 +355,10 @@ class Variant:
         if plan is None:
             return lambda slot, tensors: slot.launch(tensors)
         if plan.expression == "o[0]":
-            return lambda slot, tensors: slot.launch(tensors)[0]
+            return lambda slot, tensors: slot.launch(tensors)
         rebuild = plan.rebuild
+        if self.analysis.output_count == 1:
+            return lambda slot, tensors: rebuild((slot.launch(tensors),), tensors)
         return lambda slot, tensors: rebuild(slot.launch(tensors), tensors)
 
     def _parameters_fit(self) -> bool:

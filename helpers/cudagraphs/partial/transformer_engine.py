@@ -99,7 +99,6 @@ class TESlot:
                  statics: list[torch.Tensor]):
         self.name = name
         self.inputs, self.borrowed, self.outputs, self.grad_inputs, self.grad_outputs = statics, {}, [], [], []
-        self.run: Any = None
         self._backend = backend
         self._pending: weakref.ref | None = None
         self._watched: list[tuple[Any, int]] | None = None  # (storage, references of Transformer Engine)
@@ -108,7 +107,7 @@ class TESlot:
         ambient = signature.ambient
         if not ambient.grad or ambient.inference:
             raise Unsupported("Transformer Engine captures forward and backward together; this call has no gradients")
-        with torch.autocast("cuda", dtype=ambient.autocast_dtype, enabled=ambient.autocast, cache_enabled=False):
+        with torch.autocast(signature.call.device_type, dtype=ambient.autocast_dtype, enabled=ambient.autocast, cache_enabled=False):
             graphed = backend._make((adapter,), (tuple(statics),), enabled=backend.recipe is not None,
                                     recipe=backend.recipe, cache_quantized_params=backend.cache_quantized_params,
                                     allow_unused_input=True)
@@ -118,7 +117,7 @@ class TESlot:
         self._rebuild = adapter.plan.rebuild
 
     def finish(self) -> None:
-        self.run = self._run
+        """Nothing to build: the graphed callable is complete."""
 
     def settle(self, returned: set[int]) -> None:
         """Reference counts are taken at the first replay, when the static outputs first come to light."""
@@ -131,7 +130,8 @@ class TESlot:
     def free(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         return self.idle()
 
-    def _run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def launch(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Replay; returns the result of the module."""
         flags = {"is_first_microbatch": self._backend.first_microbatch} if self._backend.cache_quantized_params else {}
         outputs = self._graphed(*tensors, **flags)
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
@@ -156,7 +156,6 @@ class TESlot:
     def reset(self) -> None:
         """Free the graphs. Safe to call again."""
         graphed, self._graphed = self._graphed, None
-        self.run = None
         if graphed is not None:
             graphed.reset()
             for attribute in ("forward", "backward_dw", "reset"):  # closures that keep the buffers alive
