@@ -279,11 +279,15 @@ class _Task:
             }
         if self.minor >= 15:
             for name in ("enable_cuda_graph", "external_cuda_graph"):
-                if name in self.settings.facts:
+                if self.may_be_set(name):
                     overrides[name] = False
-        if self.minor >= 18 and "inference_cuda_graph_scope" in self.settings.facts and kind != "local":
+        if self.minor >= 18 and kind != "local" and self.may_be_set("inference_cuda_graph_scope"):
             overrides["inference_cuda_graph_scope"] = None
         return overrides
+
+    def may_be_set(self, name: str) -> bool:
+        """Whether the recipe, or a base recipe that is not known, may set the field."""
+        return name in self.settings.facts or not self.settings.complete
 
     def needs(self, kind: str) -> dict[str, Any]:
         """What every graph needs: warmup steps and a random number generator that capture can record."""

@@ -163,6 +163,8 @@ class BridgeClasses(Classes):
             return (defaults.SECTIONS[f"{section}.{name}"],)
         if cls == "CommOverlapConfig" and name in COMM_OVERLAP_FIELDS:
             return (None,)
+        if cls == "MixedPrecisionConfig" and name == "fp8_param":
+            return (interpreter.attribute(obj, "fp8_param_gather"),)  # its __post_init__ keeps the two in step
         if cls == "MixedPrecisionConfig" and name in MIXED_PRECISION_FIELDS:
             return (MIXED_PRECISION_FIELDS[name],)
         if cls in CORE_CONFIGS or self._from_checkpoint(obj, name):

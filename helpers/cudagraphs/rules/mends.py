@@ -48,12 +48,12 @@ def full_iteration(facts: Facts, versions: Versions) -> Overrides:
 
 
 def off(facts: Facts, versions: Versions) -> Overrides:
-    """The overrides that turn the graphs of the model off.
+    """The overrides that turn the graphs of the model off; what is unknown is set too.
 
     From 0.18 on "full_iteration" among the scopes turns graphs on even where the implementation is "none", and from
     0.16 on the scopes are checked even then, so scopes that are not plainly harmless go too.
     """
-    overrides: Overrides = {name: False for name in ("enable_cuda_graph", "external_cuda_graph") if known(facts, name)}
+    overrides: Overrides = {name: False for name in ("enable_cuda_graph", "external_cuda_graph") if known(facts, name, 1)}
     if versions.minor < 15:
         return overrides
     if known(facts, "cuda_graph_impl") != "none":
@@ -62,11 +62,11 @@ def off(facts: Facts, versions: Versions) -> Overrides:
     if versions.minor >= 18:
         if known(facts, "cuda_graph_scope", "full") is not None:
             overrides["cuda_graph_scope"] = None
-        if known(facts, "cuda_graph_modules") not in harmless:
+        if known(facts, "cuda_graph_modules", ...) not in harmless:
             overrides["cuda_graph_modules"] = []
-        if known(facts, "inference_cuda_graph_scope") not in (None, "none"):
+        if known(facts, "inference_cuda_graph_scope", ...) not in (None, "none"):
             overrides["inference_cuda_graph_scope"] = None
-    elif versions.minor >= 16 and known(facts, "cuda_graph_scope") not in harmless:
+    elif versions.minor >= 16 and known(facts, "cuda_graph_scope", ...) not in harmless:
         overrides["cuda_graph_scope"] = []
     return overrides
 
