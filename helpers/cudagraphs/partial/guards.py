@@ -356,7 +356,7 @@ def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameter
         for key, value in vars(module).items():
             if key in MODULE_INTERNALS:
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not keeps_call_state(module):
                 _check_storage(build, "tensor attribute", f"{label}.{key}", f"{state}[{key!r}]", value)
             elif isinstance(value, (bool, int, float, str, type(None))) and not keeps_call_state(module):
                 constant, now = build.constant(value), f"{state}[{key!r}]"

@@ -51,9 +51,9 @@ class Slot:
         # (storage, references of our own): above that, somebody else looks at our memory. All that is handed out are
         # aliases, so whoever keeps one, or a view of it, shows up on its storage.
         self.watched: list[tuple[int, int]] = []
-        self.parameters_exposed = False  # static gradients of parameters were handed out as they are
+        self.parameters_exposed = False  # static gradients of parameters may be somebody's .grad
         self.sink_watch: list[list[tuple[int, int]]] = []
-        self._parameter_watch: list[tuple[int, int]] = []
+        self.parameter_watch: list[tuple[int, int]] = []
         self._storages: dict[int, Any] = {}
         # Inputs to outputs: a sequence of tensors, or the bare tensor where there is one only.
         self.launch: Callable[[tuple[torch.Tensor, ...]], Any] = _unfinished
@@ -126,7 +126,8 @@ class Slot:
         split = self._split()
         own = self.outputs + [gradient for gradient in self.grad_inputs[:split] if gradient is not None]
         self.watched = storage_counts(own)
-        self._parameter_watch = storage_counts(self.grad_inputs[split:])
+        parameters = [gradient for gradient in self.grad_inputs[split:] if gradient is not None]
+        self.parameter_watch = [storage_counts([gradient])[0] for gradient in parameters]
         self.sink_watch = [storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
                            for sink in self.grad_outputs]
 
@@ -146,11 +147,6 @@ class Slot:
         for handle, own in self.watched:
             if use_count(handle) > own:
                 return False
-        if self.parameters_exposed:
-            for handle, own in self._parameter_watch:
-                if use_count(handle) > own:
-                    return False
-            self.parameters_exposed = False
         return True
 
     def free(self, tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -309,7 +305,7 @@ class Slot:
                 graph.reset()
         self.ticket += 1
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
-        self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
+        self.watched, self.parameter_watch, self.sink_watch, self._storages = [], [], [], {}
         self.borrowed, self.accumulators, self.pending = {}, None, None
 
 
