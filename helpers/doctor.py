@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One look at the machine: versions, GPUs, the environment variables that matter to CUDA graphs, and what therefore applies.
+"""One look at the machine: versions, GPUs, the environment variables that matter to CUDA graphs, and what therefore
+applies.
 
 Nothing is imported and nothing is changed: versions come from the metadata of installed packages, GPUs from nvidia-smi.
 Run it where training runs (inside the container), or give the versions of that place with flags.
@@ -43,20 +44,40 @@ from cudagraphs.settings import Settings  # noqa: E402
 from cudagraphs.versions import DISTRIBUTIONS, VersionError, Versions, installed, parse_arch  # noqa: E402
 
 PROGRAM = "doctor"
-LABELS = {"torch": "PyTorch", "te": "Transformer Engine", "mcore": "megatron-core", "bridge": "Megatron Bridge", "automodel": "NeMo AutoModel"}
-# Variables that change whether a capture works or what a graph holds. Rules judge those that they read; the others are shown.
+LABELS = {
+    "torch": "PyTorch",
+    "te": "Transformer Engine",
+    "mcore": "megatron-core",
+    "bridge": "Megatron Bridge",
+    "automodel": "NeMo AutoModel",
+}
+# Variables that change whether a capture works or what a graph holds. Rules judge those that they read; the others are
+# shown.
 VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_NVLS_ENABLE",
-    "CUDA_GRAPHS_USE_NODE_PRIORITY", "CUDA_MODULE_LOADING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-)  # fmt: skip
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "NCCL_GRAPH_REGISTER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_GRAPH_MIXING_SUPPORT",
+    "NCCL_NVLS_ENABLE",
+    "CUDA_GRAPHS_USE_NODE_PRIORITY",
+    "CUDA_MODULE_LOADING",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+)
 QUERY = ("name", "compute_cap", "driver_version", "memory.total")
 SMI_LIMIT_S = 20
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--framework", choices=MEGATRON, help="whose rules; by default Bridge's where it is installed, else megatron-core's")
+    parser.add_argument(
+        "--framework",
+        choices=MEGATRON,
+        help="whose rules; by default Bridge's where it is installed, else megatron-core's",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     cli.add_version_flags(parser)
     return parser
@@ -83,7 +104,9 @@ def look(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         "python": platform.python_version(),
         "framework": framework,
         "installed": {component: installed(component) for component in DISTRIBUTIONS},
-        "judged_by": {component: {"version": _dotted(getattr(versions, component)), "how": how} for component, how in versions.how},
+        "judged_by": {
+            component: {"version": _dotted(getattr(versions, component)), "how": how} for component, how in versions.how
+        },
         "gpus": [{**gpu, "arch": _dotted(gpu["arch"])} for gpu in gpus],
         "gpu_reason": gpu_reason,
         "environment": here,
@@ -114,7 +137,9 @@ def find_gpus() -> tuple[list[dict[str, Any]], str]:
     for line in done.stdout.strip().splitlines():
         fields = [part.strip() for part in line.split(",")]
         if len(fields) == len(QUERY):
-            gpus.append({"name": fields[0], "arch": _arch(fields[1]), "driver": fields[2], "memory_mib": _number(fields[3])})
+            gpus.append(
+                {"name": fields[0], "arch": _arch(fields[1]), "driver": fields[2], "memory_mib": _number(fields[3])}
+            )
     return gpus, "" if gpus else "the driver reports no GPU"
 
 
@@ -130,7 +155,10 @@ def _number(text: str) -> int | None:
 
 
 def judge_environment(framework: str, versions: Versions, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What the rules say to the environment, for each kind of graph: findings that an empty environment does not have."""
+    """What the rules say to the environment, for each kind of graph.
+
+    Findings that an empty environment does not have.
+    """
     verdicts: dict[str, dict[str, Any]] = {}
     for kind, facts in kinds(versions).items():
         bare = Settings(framework, versions).with_values(facts)
@@ -146,7 +174,10 @@ def kinds(versions: Versions) -> dict[str, dict[str, Any]]:
     """The kinds of graph that these versions have, as settings."""
     whole = full_iteration({}, versions)
     if versions.minor < 15:
-        found = {"transformer_engine": {"external_cuda_graph": True, **scopes({}, versions, ["attn"])}, "local": {"enable_cuda_graph": True}}
+        found = {
+            "transformer_engine": {"external_cuda_graph": True, **scopes({}, versions, ["attn"])},
+            "local": {"enable_cuda_graph": True},
+        }
     else:
         found = {
             "transformer_engine": {"cuda_graph_impl": "transformer_engine", **scopes({}, versions, ["attn"])},
@@ -154,12 +185,22 @@ def kinds(versions: Versions) -> dict[str, dict[str, Any]]:
         }
     if versions.minor >= 14:
         found["full_iteration"] = whole
-    tracker = {"use_te_rng_tracker": True, "rng.te_rng_tracker": True, "rerun_state_machine.check_for_nan_in_loss": False}
+    tracker = {
+        "use_te_rng_tracker": True,
+        "rng.te_rng_tracker": True,
+        "rerun_state_machine.check_for_nan_in_loss": False,
+    }
     return {kind: {**facts, **tracker} for kind, facts in found.items()}
 
 
 def _verdict(finding: Finding) -> dict[str, Any]:
-    return {"code": finding.code, "severity": finding.severity, "message": finding.message, "mend": finding.mend, "graphs": []}
+    return {
+        "code": finding.code,
+        "severity": finding.severity,
+        "message": finding.message,
+        "mend": finding.mend,
+        "graphs": [],
+    }
 
 
 def names(versions: Versions) -> dict[str, Any]:
@@ -167,8 +208,12 @@ def names(versions: Versions) -> dict[str, Any]:
     minor = versions.minor
     field = "cuda_graph_modules" if minor >= 18 else "cuda_graph_scope"
     switch = "cuda_graph_impl" if minor >= 15 else "enable_cuda_graph / external_cuda_graph"
-    return {"implementation": switch, "implementations": list(implementations(minor)) if minor >= 15 else ["local", "transformer_engine"],
-            "scopes_field": field, "scopes": list(scope_names(minor))}  # fmt: skip
+    return {
+        "implementation": switch,
+        "implementations": list(implementations(minor)) if minor >= 15 else ["local", "transformer_engine"],
+        "scopes_field": field,
+        "scopes": list(scope_names(minor)),
+    }
 
 
 def show(document: Mapping[str, Any], versions: Versions) -> None:
@@ -176,10 +221,17 @@ def show(document: Mapping[str, Any], versions: Versions) -> None:
     for component, label in LABELS.items():
         have = document["installed"][component]
         judged = document["judged_by"].get(component)
-        note = "" if have or judged is None or judged["version"] is None else f"; judged by {judged['version']} ({judged['how']})"
+        note = (
+            ""
+            if have or judged is None or judged["version"] is None
+            else f"; judged by {judged['version']} ({judged['how']})"
+        )
         print(f"{label}: {have or 'not installed'}{note}")
     for gpu in document["gpus"]:
-        print(f"GPU: {gpu['name']}, compute capability {gpu['arch'] or 'unknown'}, driver {gpu['driver']}, {gpu['memory_mib']} MiB")
+        print(
+            f"GPU: {gpu['name']}, compute capability {gpu['arch'] or 'unknown'}, driver {gpu['driver']}, "
+            f"{gpu['memory_mib']} MiB"
+        )
     if document["gpu_reason"]:
         print(f"GPU: none ({document['gpu_reason']})")
     for name, value in document["environment"].items():
@@ -190,8 +242,11 @@ def show(document: Mapping[str, Any], versions: Versions) -> None:
         print(f"  {verdict['code']} {verdict['severity']} for {', '.join(verdict['graphs'])}: {verdict['message']}")
         print(f"      mend: {verdict['mend']}")
     found = document["names"]
-    print(f"names in megatron-core 0.{versions.minor}: {found['implementation']} ({', '.join(found['implementations'])}), "
-          f"{found['scopes_field']} ({', '.join(found['scopes'])})")  # fmt: skip
+    print(
+        f"names in megatron-core 0.{versions.minor}: {found['implementation']} "
+        f"({', '.join(found['implementations'])}), "
+        f"{found['scopes_field']} ({', '.join(found['scopes'])})"
+    )
     print(f"rules of {document['framework']} that apply: {len(document['rules'])}")
 
 

@@ -12,7 +12,8 @@ Usage:
     python helpers/render_template.py slurm-batch --set nodes=4 --set account=a --impl full_iteration --output job.sh
     python helpers/render_template.py bridge-overrides --from recipe.py [--function NAME]      for the run of a recipe
 
-Output: the text on stdout, or in the file that --output names; with --json one object with `text`, `variables` and `findings`.
+Output: the text on stdout, or in the file that --output names; with --json one object with `text`, `variables` and
+`findings`.
 
 Exit codes:
     0  rendered
@@ -45,12 +46,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the template; --list shows them")
     parser.add_argument("--list", action="store_true", help="every template with its variables and defaults")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a variable of the template; repeatable")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a variable of the template; repeatable"
+    )
     parser.add_argument("--preset", metavar="NAME", help="the same as --set preset=NAME")
     parser.add_argument("--impl", metavar="NAME", help="the same as --set impl=NAME")
     parser.add_argument("--scopes", metavar="A,B", help="the same as --set scopes=A,B")
     parser.add_argument("--warmup-steps", metavar="N", help="the same as --set warmup_steps=N")
-    parser.add_argument("--from", dest="recipe", type=Path, metavar="FILE", help="take the run from this recipe instead of `model`")
+    parser.add_argument(
+        "--from", dest="recipe", type=Path, metavar="FILE", help="take the run from this recipe instead of `model`"
+    )
     parser.add_argument("--function", metavar="NAME", help="which run of the recipe")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of to stdout")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -84,14 +89,17 @@ def show_list(as_json: bool) -> None:
     if as_json:
         rows = [
             {
-                "name": template.name, "what": template.what, "framework": template.framework,
+                "name": template.name,
+                "what": template.what,
+                "framework": template.framework,
                 "megatron_core": [f"0.{minor}" for minor in template.minors] if template.minors else None,
                 "variables": [
-                    {"name": v.name, "default": v.default, "domain": v.domain(), "help": v.help} for v in template.variables.values()
+                    {"name": v.name, "default": v.default, "domain": v.domain(), "help": v.help}
+                    for v in template.variables.values()
                 ],
             }
             for template in templates.values()
-        ]  # fmt: skip
+        ]
         cli.print_json({"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "templates": rows})
         return
     for template in templates.values():
@@ -126,12 +134,17 @@ def render(arguments: argparse.Namespace) -> int:
     if arguments.json:
         cli.print_json(
             {
-                "schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "template": template.name, "variables": values,
-                "versions": versions.describe(), "reasons": advice.reasons if advice else [],
-                "written": str(arguments.output) if arguments.output else None, "text": text,
+                "schema_version": report.SCHEMA_VERSION,
+                "helper": PROGRAM,
+                "template": template.name,
+                "variables": values,
+                "versions": versions.describe(),
+                "reasons": advice.reasons if advice else [],
+                "written": str(arguments.output) if arguments.output else None,
+                "text": text,
                 "findings": [report.finding_json(finding, template.name) for finding in findings],
             }
-        )  # fmt: skip
+        )
     elif arguments.output is None:
         sys.stdout.write(text)
     else:
@@ -161,10 +174,18 @@ def from_recipe(arguments: argparse.Namespace, template: rendering.Template, set
     run = recipe.run(names[0]).settings
     same_kind = run.framework == template.framework or (run.framework in MEGATRON and template.framework in MEGATRON)
     if not same_kind:
-        raise cli.UsageError(f"{arguments.recipe}: is for {run.framework}, and template {template.name} for {template.framework}")
+        raise cli.UsageError(
+            f"{arguments.recipe}: is for {run.framework}, and template {template.name} for {template.framework}"
+        )
     given_facts = {name: fact for name, fact in settings.facts.items() if name.startswith("env.")}
     return Settings(
-        template.framework, settings.versions, {**run.facts, **given_facts}, run.name, run.path, run.complete, run.incomplete_reason
+        template.framework,
+        settings.versions,
+        {**run.facts, **given_facts},
+        run.name,
+        run.path,
+        run.complete,
+        run.incomplete_reason,
     )
 
 

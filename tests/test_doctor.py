@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import doctor
+import pytest
 
 HELPER = Path(doctor.__file__)
 
@@ -48,7 +47,12 @@ def test_gpus_and_the_architecture_they_bring(machine, capsys):
 
 @pytest.mark.parametrize(
     "body, reason",
-    [("", "the driver reports no GPU"), ("echo no driver >&2; exit 9", "nvidia-smi: no driver"), ("exit 3", "exit code 3"), (None, "nvidia-smi is not here")],
+    [
+        ("", "the driver reports no GPU"),
+        ("echo no driver >&2; exit 9", "nvidia-smi: no driver"),
+        ("exit 3", "exit code 3"),
+        (None, "nvidia-smi is not here"),
+    ],
 )
 def test_no_gpu_says_why(machine, capsys, body, reason):
     if body is not None:
@@ -80,7 +84,12 @@ def test_verdicts_come_from_the_rules(machine, capsys, monkeypatch, mcore, envir
         monkeypatch.setenv(name, value)
     found, document = look(capsys, "--mcore", mcore, "--te", "2.14", "--gpu-arch", "9.0")
     assert document["environment"] == environment
-    broken = [kind for verdict in document["verdicts"] if verdict["severity"] in ("error", "runtime") for kind in verdict["graphs"]]
+    broken = [
+        kind
+        for verdict in document["verdicts"]
+        if verdict["severity"] in ("error", "runtime")
+        for kind in verdict["graphs"]
+    ]
     assert sorted(set(broken)) == sorted(graphs) and found == code
 
 
@@ -91,9 +100,12 @@ def test_new_name_of_the_allocator_variable_is_judged_too(machine, capsys, monke
 
 @pytest.mark.parametrize(
     "mcore, field, implementations",
-    [("0.14", "cuda_graph_scope", ["local", "transformer_engine"]), ("0.17", "cuda_graph_scope", ["none", "local", "transformer_engine"]),
-     ("0.19", "cuda_graph_modules", ["none", "local", "transformer_engine", "full_iteration"])],
-)  # fmt: skip
+    [
+        ("0.14", "cuda_graph_scope", ["local", "transformer_engine"]),
+        ("0.17", "cuda_graph_scope", ["none", "local", "transformer_engine"]),
+        ("0.19", "cuda_graph_modules", ["none", "local", "transformer_engine", "full_iteration"]),
+    ],
+)
 def test_names_follow_the_version(machine, capsys, mcore, field, implementations):
     names = look(capsys, "--mcore", mcore)[1]["names"]
     assert names["scopes_field"] == field and names["implementations"] == implementations
@@ -108,6 +120,7 @@ def test_text_and_usage(machine, capsys):
 
 
 def test_nothing_heavy_is_imported():
-    code = f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import doctor; print([m for m in ('torch', 'jinja2', 'yaml') if m in sys.modules])"
+    code = f"import sys; sys.path.insert(0, {str(HELPER.parent)!r}); import doctor; "
+    code += "print([m for m in ('torch', 'jinja2', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

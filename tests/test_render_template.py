@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Templates: every one renders for every preset and version that it claims, is accepted by the rules, and never runs a value."""
+"""Templates: every one renders for every preset and version that it claims, is accepted by the rules, and never runs a
+value.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-
 import render_template
+import yaml
 from cudagraphs import rendering
 
 TE = "2.14"
@@ -52,12 +53,15 @@ def parse(template: rendering.Template, text: str) -> None:
         subprocess.run([BASH, "-n"], input=text.encode(), check=True)
 
 
-# -- every claim --------------------------------------------------------------------------------------------------------------------
+# -- every claim -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_preset_model_and_version(capsys, name):
-    """0: rendered, parsed and accepted by the rules. 1 only where the version has no such graphs, and then it says so."""
+    """0: rendered, parsed and accepted by the rules.
+
+    1 only where the version has no such graphs, and then it says so.
+    """
     template = TEMPLATES[name]
     for minor in minors(template):
         for preset in ("default", "narrow", "widest"):
@@ -93,9 +97,19 @@ def test_expandable_segments_bring_what_they_need(capsys, name):
 def test_plain_loops_run_where_there_is_no_gpu(capsys, tmp_path, name):
     pytest.importorskip("torch")
     path = tmp_path / "loop.py"
-    settings = {"steps": 60, "hidden": 8, "sequence": 4, "layers": 2, "microbatches": 3, "precision": "float32", "learning_rate": 0.02}
+    settings = {
+        "steps": 60,
+        "hidden": 8,
+        "sequence": 4,
+        "layers": 2,
+        "microbatches": 3,
+        "precision": "float32",
+        "learning_rate": 0.02,
+    }
     rendered(capsys, name, *(f"--set={key}={value}" for key, value in settings.items()), "--output", str(path))
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(number) for number in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.M)]
     # the targets are noise around zero, so a loop that trains forgets its inputs and halves the loss
@@ -108,10 +122,25 @@ def test_launch_scripts_pass_their_arguments_on(capsys, tmp_path, name, launcher
     """The scripts run, with stand-ins for the launcher and Slurm's tools that write down what they are given."""
     script, log = tmp_path / "launch.sh", tmp_path / "log"
     rendered(
-        capsys, name, "--mcore", "0.19", "--te", TE, "--set", "program=my dir/pretrain_gpt.py", "--set", "arguments=--num-layers 2 --data-path 'a b'",
-        "--set", "expandable_segments=true", "--output", str(script),
-    )  # fmt: skip
-    for tool, body in ((launcher, f'printf "%s\\n" "$NCCL_GRAPH_REGISTER" "$@" > "{log}"'), ("scontrol", "echo node1; echo node2")):
+        capsys,
+        name,
+        "--mcore",
+        "0.19",
+        "--te",
+        TE,
+        "--set",
+        "program=my dir/pretrain_gpt.py",
+        "--set",
+        "arguments=--num-layers 2 --data-path 'a b'",
+        "--set",
+        "expandable_segments=true",
+        "--output",
+        str(script),
+    )
+    for tool, body in (
+        (launcher, f'printf "%s\\n" "$NCCL_GRAPH_REGISTER" "$@" > "{log}"'),
+        ("scontrol", "echo node1; echo node2"),
+    ):
         (tmp_path / tool).write_text(f"#!{BASH}\n{body}\n")
         (tmp_path / tool).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16"}
@@ -124,18 +153,53 @@ def test_launch_scripts_pass_their_arguments_on(capsys, tmp_path, name, launcher
     assert script.stat().st_mode & 0o111
 
 
-# -- values -------------------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 HOSTILE = [
-    "$(touch pwned)", "`touch pwned`", "; touch pwned", "a b", "'; touch pwned; '", '"; touch pwned; "', "x\ny", "x\r", "\x00", "\u2028",
-    "{{ 7*7 }}", "{% for x in [] %}", "{{ ''.__class__.__mro__ }}", '"""', "\\", "__import__('os').system('touch pwned')", "../../etc/passwd",
-    "-rf", "--help", "#", "$HOME", "&& true", "|cat", "> pwned", "*", "~", "é✓", "a=b", "!!python/object", "- x", ": x", "[", "&a", "*a", "\ud800",
-]  # fmt: skip
+    "$(touch pwned)",
+    "`touch pwned`",
+    "; touch pwned",
+    "a b",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "x\ny",
+    "x\r",
+    "\x00",
+    "\u2028",
+    "{{ 7*7 }}",
+    "{% for x in [] %}",
+    "{{ ''.__class__.__mro__ }}",
+    '"""',
+    "\\",
+    "__import__('os').system('touch pwned')",
+    "../../etc/passwd",
+    "-rf",
+    "--help",
+    "#",
+    "$HOME",
+    "&& true",
+    "|cat",
+    "> pwned",
+    "*",
+    "~",
+    "é✓",
+    "a=b",
+    "!!python/object",
+    "- x",
+    ": x",
+    "[",
+    "&a",
+    "*a",
+    "\ud800",
+]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_value_becomes_code(capsys, tmp_path, monkeypatch, name):
-    """A hostile value is refused with one line, or stands in the text as the very value: the text parses and nothing runs."""
+    """A hostile value is refused with one line, or stands in the text as the very value.
+
+    The text parses and nothing runs.
+    """
     template = TEMPLATES[name]
     monkeypatch.chdir(tmp_path)
     plain = rendered(capsys, name, "--te", TE)
@@ -150,7 +214,10 @@ def test_no_value_becomes_code(capsys, tmp_path, monkeypatch, name):
                 continue
             assert template.variables[variable].type == "text" or variable == "scopes", (variable, value)
             parse(template, out.out)
-            assert structure(template, out.out) == structure(template, plain) or variable == "arguments", (variable, value)
+            assert structure(template, out.out) == structure(template, plain) or variable == "arguments", (
+                variable,
+                value,
+            )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,8 +226,10 @@ def structure(template: rendering.Template, text: str):
     if template.suffix == ".py":
         return ast.dump(ast.parse(re.sub(r"(?m)^#.*$", "", text)))
     if template.suffix == ".yaml":
+
         def keys(node):
             return {key: keys(value) for key, value in node.items()} if isinstance(node, dict) else type(node).__name__
+
         return keys(yaml.safe_load(text))
     from cudagraphs.formats.shell_run import Run
 
@@ -184,7 +253,10 @@ def structure(template: rendering.Template, text: str):
         (["bridge-recipe", "--preset", "most"], "default | narrow | widest"),
         (["bridge-recipe", "--scopes", "attn,attn"], "any of"),
         (["bridge-recipe", "--scopes", "mamba", "--mcore", "0.13"], "megatron-core 0.16 to 0.20"),
-        (["megatron-lm-arguments", "--scopes", "moe", "--mcore", "0.15"], "megatron-core 0.15 has attn, full_iteration"),
+        (
+            ["megatron-lm-arguments", "--scopes", "moe", "--mcore", "0.15"],
+            "megatron-core 0.15 has attn, full_iteration",
+        ),
         (["megatron-lm-arguments", "--impl", "full_iteration", "--mcore", "0.13"], "unknown implementation"),
         (["automodel-yaml", "--scopes", "mlp"], "AutoModel has attn"),
         (["mcore-te-loop", "--impl", "local"], "is for transformer_engine"),
@@ -219,7 +291,9 @@ def test_undefined_name_in_a_template(tmp_path):
         rendering.render(template, {}, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["a: {{ value }}\n", "a: {{ 'x' + value }}\n", "a: {{ value | upper }}\n", "{{ ''.__class__ | yaml }}\n"])
+@pytest.mark.parametrize(
+    "text", ["a: {{ value }}\n", "a: {{ 'x' + value }}\n", "a: {{ value | upper }}\n", "{{ ''.__class__ | yaml }}\n"]
+)
 def test_value_without_a_filter_is_refused(tmp_path, text):
     template = TEMPLATES["automodel-yaml"]
     (tmp_path / template.file).write_text(text)

@@ -28,9 +28,9 @@ def recommend_automodel(
 ) -> Recommendation:
     """The modules to capture for one AutoModel run.
 
-    By default the narrow attention scope (te_dpa), which asks for nothing but `attn: te`, and the router of a mixture of
-    experts; "narrow" leaves attention out where there are experts, "widest" takes whole attention, whose linear and norm
-    backends must be PyTorch's. `refused` says what stands against it.
+    By default the narrow attention scope (te_dpa), which asks for nothing but `attn: te`, and the router of a mixture
+    of experts; "narrow" leaves attention out where there are experts, "widest" takes whole attention, whose linear and
+    norm backends must be PyTorch's. `refused` says what stands against it.
     """
     if extra:
         settings = settings.with_values(extra)
@@ -49,9 +49,12 @@ def recommend_automodel(
     elif settings.versions.te is None:
         refused = "AutoModel's graphs need Transformer Engine, which is absent"
     elif isinstance(known("distributed.pp_size"), int) and known("distributed.pp_size") > 1:
-        refused = f"distributed.pp_size is {known('distributed.pp_size')}: the graphs need one model root without pipeline stages"
+        stages = known("distributed.pp_size")
+        refused = f"distributed.pp_size is {stages}: the graphs need one model root without pipeline stages"
     checkpointing = bool(known("distributed.activation_checkpointing"))
-    modules = list(scopes) if scopes is not None else _default(preset, bool(family.moe.value), known, checkpointing, reasons)
+    modules = (
+        list(scopes) if scopes is not None else _default(preset, bool(family.moe.value), known, checkpointing, reasons)
+    )
     if not refused and checkpointing and any(name != "te_dpa" for name in modules):
         refused = "distributed.activation_checkpointing is on: only te_dpa goes with it"
     if refused:
@@ -61,7 +64,9 @@ def recommend_automodel(
         overrides["backend.attn"] = "te"
     if "attn" in modules:
         overrides.update({"backend.linear": "torch", "backend.rms_norm": "torch", "backend.rope_fusion": False})
-        reasons.append("attn: the whole attention module; its linear and norm backends must be PyTorch's, without fused RoPE")
+        reasons.append(
+            "attn: the whole attention module; its linear and norm backends must be PyTorch's, without fused RoPE"
+        )
     if "te_dpa" in modules:
         reasons.append("te_dpa: the attention core alone, which changes no other backend")
     if "moe_router" in modules:
@@ -70,8 +75,10 @@ def recommend_automodel(
             overrides["backend.fake_balanced_gate"] = False
     if "moe_preprocess" in modules:
         overrides["backend.dispatcher"] = "hybridep"
-    steps = ["capture follows the first optimizer step: watch the manager's replay and fallback counts in the log",
-             "a model without a custom implementation has no module to capture, and the run stops with an error"]  # fmt: skip
+    steps = [
+        "capture follows the first optimizer step: watch the manager's replay and fallback counts in the log",
+        "a model without a custom implementation has no module to capture, and the run stops with an error",
+    ]
     return Recommendation("transformer_engine", tuple(modules), {**overrides, **(extra or {})}, {}, reasons, steps)
 
 

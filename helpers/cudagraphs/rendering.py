@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Templates: what there is, what their variables may hold, the settings that go into them, and what comes out.
 
-Values never become code. Jinja2 runs in its sandbox, a name that is not defined is an error, and a string can only be written
-through a filter that quotes it for the language at hand or checks it against a narrow pattern: anything else is refused.
-"""
+Values never become code. Jinja2 runs in its sandbox, a name that is not defined is an error, and a string can only be
+written through a filter that quotes it for the language at hand or checks it against a narrow pattern: anything else is
+refused."""
 
 from __future__ import annotations
 
@@ -38,12 +38,20 @@ PATTERNS = {
 # What the kinds of model are, as facts.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_moe_experts": None},
-    "moe": {"num_moe_experts": 8, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None,
-            "moe_pad_expert_input_to_capacity": False},
-    "moe-padded": {"num_moe_experts": 8, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0,
-                   "moe_pad_expert_input_to_capacity": True},
+    "moe": {
+        "num_moe_experts": 8,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_expert_capacity_factor": None,
+        "moe_pad_expert_input_to_capacity": False,
+    },
+    "moe-padded": {
+        "num_moe_experts": 8,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
     "hybrid": {"num_moe_experts": None, "hybrid_layer_pattern": "M*M*-"},
-}  # fmt: skip
+}
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -70,9 +78,14 @@ class Variable:
     @staticmethod
     def of_entry(name: str, entry: Mapping[str, Any]) -> Variable:
         return Variable(
-            name, entry["type"], entry["default"], entry.get("help", ""), tuple(str(choice) for choice in entry.get("of", ())),
-            entry.get("min"), entry.get("max"),
-        )  # fmt: skip
+            name,
+            entry["type"],
+            entry["default"],
+            entry.get("help", ""),
+            tuple(str(choice) for choice in entry.get("of", ())),
+            entry.get("min"),
+            entry.get("max"),
+        )
 
     def domain(self) -> str:
         if self.type == "choice":
@@ -93,7 +106,9 @@ class Variable:
         """The value that a text (or one from the index) stands for. Raises RenderError for one outside the domain."""
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if any(not char.isprintable() for char in text):
-            raise RenderError(f"{self.name}={text!r}: holds a line break or a control character; give printable characters")
+            raise RenderError(
+                f"{self.name}={text!r}: holds a line break or a control character; give printable characters"
+            )
         text = text.strip()
         if self.type == "bool" and text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -107,7 +122,9 @@ class Variable:
             pattern = r"[+-]?\d{1,15}" if self.type == "int" else r"[+-]?\d{0,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?"
             if re.fullmatch(pattern, text) and re.search(r"\d", text):
                 number = int(text) if self.type == "int" else float(text)
-                if (self.minimum is None or number >= self.minimum) and (self.maximum is None or number <= self.maximum):
+                if (self.minimum is None or number >= self.minimum) and (
+                    self.maximum is None or number <= self.maximum
+                ):
                     return number
         if self.type in PATTERNS and re.fullmatch(PATTERNS[self.type], text):
             return text
@@ -152,11 +169,19 @@ def index(folder: Path = FOLDER) -> Mapping[str, Template]:
     for name, entry in document["templates"].items():
         own = {key: Variable.of_entry(key, value) for key, value in entry["variables"].items()}
         templates[name] = Template(
-            name, entry["what"], entry["file"], entry["suffix"], entry["framework"],
-            {**own, **(shared if entry.get("graphs") else {})}, bool(entry.get("graphs")), entry.get("reads", ""),
-            tuple(entry["mcore"]) if "mcore" in entry else None, tuple(entry.get("impls", ())),
-            tuple(entry.get("models", MODELS)), entry.get("facts", {}),
-        )  # fmt: skip
+            name,
+            entry["what"],
+            entry["file"],
+            entry["suffix"],
+            entry["framework"],
+            {**own, **(shared if entry.get("graphs") else {})},
+            bool(entry.get("graphs")),
+            entry.get("reads", ""),
+            tuple(entry["mcore"]) if "mcore" in entry else None,
+            tuple(entry.get("impls", ())),
+            tuple(entry.get("models", MODELS)),
+            entry.get("facts", {}),
+        )
     return templates
 
 
@@ -170,7 +195,7 @@ def named(name: str, folder: Path = FOLDER) -> Template:
     return templates[name]
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def base_settings(template: Template, values: Mapping[str, Any], versions: Versions) -> Settings:
@@ -183,11 +208,21 @@ def base_settings(template: Template, values: Mapping[str, Any], versions: Versi
     complete = template.framework in (LM, CORE, AUTOMODEL)
     known: dict[str, Any] = {name: Known(value, None, "given") for name, value in facts.items()}
     if template.framework == AUTOMODEL:
-        known.update({name: Known(value, None, "given") for name, value in {
-            "backend.attn": "te", "backend.linear": "te", "backend.rms_norm": "torch_fp32", "backend.fake_balanced_gate": False,
-            "backend.cuda_graph.modules": [], "backend.dispatcher": values["dispatcher"], "distributed.pp_size": 1,
-            "distributed.activation_checkpointing": values["activation_checkpointing"],
-        }.items()})  # fmt: skip
+        known.update(
+            {
+                name: Known(value, None, "given")
+                for name, value in {
+                    "backend.attn": "te",
+                    "backend.linear": "te",
+                    "backend.rms_norm": "torch_fp32",
+                    "backend.fake_balanced_gate": False,
+                    "backend.cuda_graph.modules": [],
+                    "backend.dispatcher": values["dispatcher"],
+                    "distributed.pp_size": 1,
+                    "distributed.activation_checkpointing": values["activation_checkpointing"],
+                }.items()
+            }
+        )
     if template.framework == BRIDGE:
         # base recipes often set the scopes' old name; the new settings have to stand on top of whatever is there
         known["cuda_graph_scope"] = Unknown("the base recipe may set it")
@@ -196,11 +231,16 @@ def base_settings(template: Template, values: Mapping[str, Any], versions: Versi
 
 
 def advise(template: Template, values: Mapping[str, Any], settings: Settings) -> Recommendation:
-    """The graphs for these settings. Raises Refused where they cannot be had, RenderError for what the version does not have."""
+    """The graphs for these settings.
+
+    Raises Refused where they cannot be had, RenderError for what the version does not have.
+    """
     versions = settings.versions
     if template.minors and not template.minors[0] <= versions.minor <= template.minors[1]:
         low, high = template.minors
-        raise RenderError(f"template {template.name} is for megatron-core 0.{low} to 0.{high}, not 0.{versions.minor}; give --mcore")
+        raise RenderError(
+            f"template {template.name} is for megatron-core 0.{low} to 0.{high}, not 0.{versions.minor}; give --mcore"
+        )
     if values["model"] not in template.models:
         raise RenderError(f"template {template.name} is for model={' | '.join(template.models)}, not {values['model']}")
     impl = None if values["impl"] == "recommended" else values["impl"]
@@ -219,7 +259,10 @@ def advise(template: Template, values: Mapping[str, Any], settings: Settings) ->
         else:
             unknown = [name for name in scopes or () if name not in scope_names(versions.minor)]
             if unknown:
-                raise RenderError(f"scopes={','.join(unknown)}: megatron-core 0.{versions.minor} has {', '.join(scope_names(versions.minor))}")
+                raise RenderError(
+                    f"scopes={','.join(unknown)}: megatron-core 0.{versions.minor} has "
+                    f"{', '.join(scope_names(versions.minor))}"
+                )
             advice = recommend(settings, preset, impl, scopes, values["warmup_steps"])
     except RenderError:
         raise
@@ -230,11 +273,16 @@ def advise(template: Template, values: Mapping[str, Any], settings: Settings) ->
     if advice.impl == "none" and impl is None:
         raise Refused(advice.reasons[-1])
     if template.impls and advice.impl not in template.impls:
-        raise Refused(f"template {template.name} is for {', '.join(template.impls)}, and the recommendation is {advice.impl}: {advice.reasons[-1]}")
+        raise Refused(
+            f"template {template.name} is for {', '.join(template.impls)}, and the recommendation is "
+            f"{advice.impl}: {advice.reasons[-1]}"
+        )
     return advice
 
 
-def context(template: Template, values: Mapping[str, Any], settings: Settings, advice: Recommendation | None) -> dict[str, Any]:
+def context(
+    template: Template, values: Mapping[str, Any], settings: Settings, advice: Recommendation | None
+) -> dict[str, Any]:
     """What a template sees: its variables, and the settings in each of the ways in which they are written."""
     minor = settings.versions.minor
     seen: dict[str, Any] = {**values, "minor": minor, "summary": f"{template.what}"}
@@ -252,7 +300,13 @@ def context(template: Template, values: Mapping[str, Any], settings: Settings, a
         seen["summary"] = f"{captured}, for NeMo AutoModel"
         seen["modules"] = overrides["backend.cuda_graph.modules"]
         backend = {"attn": "te", "dispatcher": values["dispatcher"]}
-        backend.update({name[8:]: value for name, value in overrides.items() if name.startswith("backend.") and "cuda_graph" not in name})
+        backend.update(
+            {
+                name[8:]: value
+                for name, value in overrides.items()
+                if name.startswith("backend.") and "cuda_graph" not in name
+            }
+        )
         seen["backend"] = list(backend.items())
         return seen
     seen["summary"] = f"{captured}, for megatron-core 0.{minor}"
@@ -263,10 +317,14 @@ def context(template: Template, values: Mapping[str, Any], settings: Settings, a
     else:
         rows = []
     seen["exports"] = sorted(exports.items())
-    seen["settings"] = [(flags.override_path(name, settings.versions), value) for name, value in _in_version(overrides, minor)]
+    seen["settings"] = [
+        (flags.override_path(name, settings.versions), value) for name, value in _in_version(overrides, minor)
+    ]
     seen["hydra"] = [f"{path}={flags.hydra_text(value)}" for path, value in seen["settings"]]
     config = {**_model_config(values), **overrides} if settings.framework == CORE else overrides
-    seen["config"] = [(name, value) for name, value in _in_version(config, minor) if name in field_names(minor) and value is not None]
+    seen["config"] = [
+        (name, value) for name, value in _in_version(config, minor) if name in field_names(minor) and value is not None
+    ]
     seen["arguments"] = [*rows, *_arguments(template, overrides, settings)]
     seen["more"] = shlex_split(values.get("arguments", ""))
     seen["use"] = f'"${{{values["array"]}[@]}}"' if "array" in values else ""
@@ -314,7 +372,7 @@ def _arguments(template: Template, overrides: Mapping[str, Any], settings: Setti
     return rows
 
 
-# -- rendering --------------------------------------------------------------------------------------------------------------------
+# -- rendering -------------------------------------------------------------------------------------
 
 
 class Code(str):
@@ -391,7 +449,9 @@ def _check_plain(value: Any) -> None:
         for item in value:
             _check_plain(item)
     elif not isinstance(value, (str, int, float, bool, type(None))):
-        raise RenderError(f"a template writes {type(value).__name__}, which is no plain value; this is a fault of the template")
+        raise RenderError(
+            f"a template writes {type(value).__name__}, which is no plain value; this is a fault of the template"
+        )
 
 
 def _finalize(value: Any) -> Any:
@@ -406,15 +466,30 @@ def _environment(folder: Path) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
-        loader=FileSystemLoader(folder), undefined=StrictUndefined, finalize=_finalize, keep_trailing_newline=True, autoescape=False
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
-    filters = {"py": _python, "sh": _shell, "shwords": _words, "yaml": _yaml, "line": _line, "path": _path, "module": _module, "member": _member}
+    filters = {
+        "py": _python,
+        "sh": _shell,
+        "shwords": _words,
+        "yaml": _yaml,
+        "line": _line,
+        "path": _path,
+        "module": _module,
+        "member": _member,
+    }
     environment.filters = {name: _plain_only(function) for name, function in filters.items()}
     return environment
 
 
 def render(template: Template, seen: Mapping[str, Any], folder: Path = FOLDER) -> str:
-    """The text. Raises RenderError where a template reads a name that is not defined, or a value does not fit its place."""
+    """The text. Raises RenderError where a template reads a name that is not defined, or a value does not fit its
+    place.
+    """
     from jinja2 import TemplateError
 
     try:
@@ -430,8 +505,9 @@ def judge(template: Template, text: str, settings: Settings, seen: Mapping[str, 
     """
     if template.facts:
         facts = {
-            name: seen[value[1:]] if isinstance(value, str) and value.startswith("$") else value for name, value in template.facts.items()
-        }  # fmt: skip
+            name: seen[value[1:]] if isinstance(value, str) and value.startswith("$") else value
+            for name, value in template.facts.items()
+        }
         return check(settings.with_values(facts))
     without_settings = template.reads in ("script", "arguments") and not seen["arguments"] and not seen["settings"]
     if not template.reads or without_settings:
@@ -447,9 +523,17 @@ def judge(template: Template, text: str, settings: Settings, seen: Mapping[str, 
         findings = []
         for name in recipe.candidates():
             run = recipe.run(name).settings
-            given = {fact: known.value for fact, known in settings.facts.items() if isinstance(known, Known) and known.how == "given"}
+            given = {
+                fact: known.value
+                for fact, known in settings.facts.items()
+                if isinstance(known, Known) and known.how == "given"
+            }
             given.update({f"env.{variable}": value for variable, value in seen["exports"]} if "exports" in seen else {})
-            given = {fact: value for fact, value in given.items() if fact not in run.facts or fact in MODELS.get(seen.get("model", ""), {})}
+            given = {
+                fact: value
+                for fact, value in given.items()
+                if fact not in run.facts or fact in MODELS.get(seen.get("model", ""), {})
+            }
             if settings.framework in MEGATRON:
                 findings += check(run.with_values(given))
             else:
@@ -474,4 +558,6 @@ def check_syntax(template: Template, text: str) -> None:
     except FileNotFoundError:
         pass  # no bash here
     except (SyntaxError, yaml.YAMLError) as error:
-        raise RenderError(f"template {template.name}: the rendered text does not parse ({str(error).splitlines()[0]})") from None
+        raise RenderError(
+            f"template {template.name}: the rendered text does not parse ({str(error).splitlines()[0]})"
+        ) from None

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-
 from cudagraphs import rules, versions
 from cudagraphs.formats import open_recipe, split_arguments
 from cudagraphs.formats.arguments import from_argv
@@ -14,7 +13,9 @@ from cudagraphs.settings import Known, Unknown
 
 LM = versions.resolve("megatron-lm", mcore="0.19.2", te="2.14", torch="2.11", automodel="0.7")
 BRIDGE = versions.resolve("megatron-bridge", bridge="0.6.2", mcore="0.19.2", te="2.14", torch="2.11", automodel="0.7")
-BRIDGE_04 = versions.resolve("megatron-bridge", bridge="0.4.2", mcore="0.17.1", te="2.14", torch="2.11", automodel="0.7")
+BRIDGE_04 = versions.resolve(
+    "megatron-bridge", bridge="0.4.2", mcore="0.17.1", te="2.14", torch="2.11", automodel="0.7"
+)
 HARNESS = "--model_family_name llama --model_recipe_name llama3_8b --gpu h100 --compute_dtype bf16".split()
 
 
@@ -46,15 +47,24 @@ def test_comma_separated_scopes_are_one_wrong_name():
 
 
 def test_new_arguments_are_quoted_where_a_shell_needs_it():
-    text, _ = changed(["--num-layers", "2", "--data-path", "a b"], {"cuda_graph_impl": "local", "moe_layer_freq": [0, 1]})
+    text, _ = changed(
+        ["--num-layers", "2", "--data-path", "a b"], {"cuda_graph_impl": "local", "moe_layer_freq": [0, 1]}
+    )
     assert text == "--num-layers 2 --cuda-graph-impl local --moe-layer-freq '[0,1]' --data-path 'a b'"
 
 
 def test_overrides():
     settings, known = values(
-        ["model.cuda_graph_impl=local", "+model.cuda_graph_modules=[attn, mlp]", "env_vars.NCCL_GRAPH_REGISTER=0",
-         "comm_overlap.delay_wgrad_compute=true", "~model.x", "train.train_iters=10"], BRIDGE,
-    )  # fmt: skip
+        [
+            "model.cuda_graph_impl=local",
+            "+model.cuda_graph_modules=[attn, mlp]",
+            "env_vars.NCCL_GRAPH_REGISTER=0",
+            "comm_overlap.delay_wgrad_compute=true",
+            "~model.x",
+            "train.train_iters=10",
+        ],
+        BRIDGE,
+    )
     assert settings.framework == "megatron-bridge" and not settings.complete
     assert known["cuda_graph_impl"] == "local" and known["cuda_graph_modules"] == ["attn", "mlp"]
     assert known["env.NCCL_GRAPH_REGISTER"] == "0" and known["train.train_iters"] == 10
@@ -63,7 +73,11 @@ def test_overrides():
 
 
 def test_overrides_are_changed_and_added():
-    text, skipped = changed(["model.cuda_graph_impl=local"], {"cuda_graph_impl": "none", "cuda_graph_scope": None, "rng.te_rng_tracker": True}, BRIDGE)
+    text, skipped = changed(
+        ["model.cuda_graph_impl=local"],
+        {"cuda_graph_impl": "none", "cuda_graph_scope": None, "rng.te_rng_tracker": True},
+        BRIDGE,
+    )
     assert text == "model.cuda_graph_impl=none model.cuda_graph_scope=null rng.te_rng_tracker=true" and not skipped
 
 
@@ -79,22 +93,59 @@ def test_file_of_overrides(tmp_path):
 
 
 HARNESS_CASES = [
-    ("scopes", BRIDGE, "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,mlp",
-     {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"], "rng.te_rng_tracker": True}),
-    ("scopes before 0.18", BRIDGE_04, "--cuda_graph_impl transformer_engine --cuda_graph_scope attn",
-     {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]}),
-    ("whole iteration", BRIDGE, "--cuda_graph_impl local --cuda_graph_scope full_iteration",
-     {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": [], "rerun_state_machine.check_for_nan_in_loss": False}),
-    ("whole iteration before 0.18", BRIDGE_04, "--cuda_graph_impl local --cuda_graph_scope full_iteration",
-     {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}),
-    ("none clears the scopes", BRIDGE, "--cuda_graph_impl none --cuda_graph_scope attn", {"cuda_graph_impl": "none", "cuda_graph_modules": []}),
-    ("other options", BRIDGE, "--recompute_num_layers 2 --activation_offload_layers 1 --use_tokendrop true -ep 8 -ce A=1,B=x",
-     {"recompute_granularity": "full", "cpu_offloading": True, "moe_pad_expert_input_to_capacity": True, "expert_model_parallel_size": 8,
-      "env.A": "1", "env.B": "x"}),
-]  # fmt: skip
+    (
+        "scopes",
+        BRIDGE,
+        "--cuda_graph_impl transformer_engine --cuda_graph_scope attn,mlp",
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "mlp"], "rng.te_rng_tracker": True},
+    ),
+    (
+        "scopes before 0.18",
+        BRIDGE_04,
+        "--cuda_graph_impl transformer_engine --cuda_graph_scope attn",
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},
+    ),
+    (
+        "whole iteration",
+        BRIDGE,
+        "--cuda_graph_impl local --cuda_graph_scope full_iteration",
+        {
+            "cuda_graph_impl": "full_iteration",
+            "cuda_graph_modules": [],
+            "rerun_state_machine.check_for_nan_in_loss": False,
+        },
+    ),
+    (
+        "whole iteration before 0.18",
+        BRIDGE_04,
+        "--cuda_graph_impl local --cuda_graph_scope full_iteration",
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+    ),
+    (
+        "none clears the scopes",
+        BRIDGE,
+        "--cuda_graph_impl none --cuda_graph_scope attn",
+        {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+    ),
+    (
+        "other options",
+        BRIDGE,
+        "--recompute_num_layers 2 --activation_offload_layers 1 --use_tokendrop true -ep 8 -ce A=1,B=x",
+        {
+            "recompute_granularity": "full",
+            "cpu_offloading": True,
+            "moe_pad_expert_input_to_capacity": True,
+            "expert_model_parallel_size": 8,
+            "env.A": "1",
+            "env.B": "x",
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize("which, text, expected", [case[1:] for case in HARNESS_CASES], ids=[case[0] for case in HARNESS_CASES])
+@pytest.mark.parametrize(
+    "which, text, expected", [case[1:] for case in HARNESS_CASES], ids=[case[0] for case in HARNESS_CASES]
+)
 def test_performance_script_options(which, text, expected):
     _, known = values([*HARNESS, *text.split()], which)
     assert {name: known.get(name) for name in expected} == expected
@@ -108,13 +159,26 @@ def test_local_with_attn_in_the_harness_is_an_error():
 def test_performance_script_edits():
     text, skipped = changed(
         [*HARNESS, *"--cuda_graph_impl none".split()],
-        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": [], "cuda_graph_scope": None, "ddp.check_for_nan_in_grad": False}, BRIDGE,
-    )  # fmt: skip
-    assert text.endswith("--cuda_graph_impl local --cuda_graph_scope full_iteration ddp.check_for_nan_in_grad=false") and not skipped
+        {
+            "cuda_graph_impl": "full_iteration",
+            "cuda_graph_modules": [],
+            "cuda_graph_scope": None,
+            "ddp.check_for_nan_in_grad": False,
+        },
+        BRIDGE,
+    )
+    assert (
+        text.endswith("--cuda_graph_impl local --cuda_graph_scope full_iteration ddp.check_for_nan_in_grad=false")
+        and not skipped
+    )
 
 
 def test_whole_layer_cannot_be_said_to_the_performance_scripts():
-    _, skipped = changed([*HARNESS, "--cuda_graph_impl", "none"], {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []}, BRIDGE)
+    _, skipped = changed(
+        [*HARNESS, "--cuda_graph_impl", "none"],
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        BRIDGE,
+    )
     assert "no scope for the whole layer" in skipped["cuda_graph_modules"]
 
 
@@ -124,16 +188,34 @@ def test_arguments_that_tell_nothing(argv):
         from_argv(argv, LM)
 
 
-@pytest.mark.parametrize("text, value", [("3", 3), ("-1", -1), ("1e-4", 1e-4), (".5", 0.5), ("x", "x"), ("None", None), ("1.2.3", "1.2.3"), ("0x10", "0x10")])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("1e-4", 1e-4),
+        (".5", 0.5),
+        ("x", "x"),
+        ("None", None),
+        ("1.2.3", "1.2.3"),
+        ("0x10", "0x10"),
+    ],
+)
 def test_scalar(text, value):
     assert scalar(text) == value and type(scalar(text)) is type(value)
 
 
 @pytest.mark.parametrize(
     "text, value",
-    [("1", 1), ("[0]*2+[1]*3", [0, 0, 1, 1, 1]), ("([0, 1]*2)", [0, 1, 0, 1]), ("([0]*1+[1]*1)", [0, 1]), ("Et|(tt|)*6mL", "Et|(tt|)*6mL"),
-     ("[1]*99999999", "[1]*99999999")],
-)  # fmt: skip
+    [
+        ("1", 1),
+        ("[0]*2+[1]*3", [0, 0, 1, 1, 1]),
+        ("([0, 1]*2)", [0, 1, 0, 1]),
+        ("([0]*1+[1]*1)", [0, 1]),
+        ("Et|(tt|)*6mL", "Et|(tt|)*6mL"),
+        ("[1]*99999999", "[1]*99999999"),
+    ],
+)
 def test_pattern_is_never_evaluated(text, value):
     assert pattern(text) == value
 

@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from cudagraphs import versions
 from cudagraphs.formats import open_recipe
 from cudagraphs.formats.arguments import LaunchScript
@@ -51,7 +50,7 @@ def edited(folder: Path, text: str, overrides: dict, which=V19) -> str:
     return after.file.text
 
 
-# -- what bash passes on ------------------------------------------------------------------------------------------------------------
+# -- what bash passes on ---------------------------------------------------------------------------
 
 AS_BASH_RUNS_IT = {
     "arrays": """
@@ -156,16 +155,22 @@ def test_words_are_those_that_bash_passes(tmp_path, text):
     assert read == passed
 
 
-# -- facts --------------------------------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def test_facts_of_megatron_lm_options(tmp_path):
-    found = facts(script_of(tmp_path, """
+    found = facts(
+        script_of(
+            tmp_path,
+            """
         export NCCL_GRAPH_REGISTER=0 UNUSED=1
         torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --num-experts 64 --disable-bias-linear \\
-            --moe-layer-freq "([0]*1+[1]*7)" --cuda-graph-impl=local --recompute-granularity selective --recompute-modules moe mlp \\
-            --no-check-for-nan-in-loss-and-grad --rampup-batch-size 32 32 1000 --overlap-grad-reduce --hidden-dropout 0.0
-    """))  # fmt: skip
+            --moe-layer-freq "([0]*1+[1]*7)" --cuda-graph-impl=local --recompute-granularity selective \\
+            --recompute-modules moe mlp --no-check-for-nan-in-loss-and-grad --rampup-batch-size 32 32 1000 \\
+            --overlap-grad-reduce --hidden-dropout 0.0
+        """,
+        )
+    )
     value = {name: fact.value for name, fact in found.items() if isinstance(fact, Known)}
     assert value["num_moe_experts"] == 64 and value["add_bias_linear"] is False
     assert value["moe_layer_freq"] == [0, 1, 1, 1, 1, 1, 1, 1]
@@ -194,13 +199,18 @@ def test_tracker_in_0_13_is_not_switched_on(tmp_path, options, expected):
 
 
 def test_sides_of_a_condition_are_kept_apart(tmp_path):
-    found = facts(script_of(tmp_path, """
+    found = facts(
+        script_of(
+            tmp_path,
+            """
         A=(--num-layers 2 --cuda-graph-impl none)
         if [ "${GRAPHS:-0}" = 1 ]; then
             A+=(--cuda-graph-impl local)
         fi
         torchrun pretrain_gpt.py "${A[@]}"
-    """))  # fmt: skip
+    """,
+        )
+    )
     impl = found["cuda_graph_impl"]
     assert isinstance(impl, Choice)
     assert impl.if_true.value == "local" and impl.if_false.value == "none"
@@ -219,13 +229,15 @@ def test_open_argument_list_leaves_the_rest_unknown(tmp_path):
 
 
 def test_checkpoint_arguments_are_unknown(tmp_path):
-    found = facts(script_of(tmp_path, "torchrun pretrain_gpt.py --use-checkpoint-args --num-layers 2 --num-experts 8\n"))
+    found = facts(
+        script_of(tmp_path, "torchrun pretrain_gpt.py --use-checkpoint-args --num-layers 2 --num-experts 8\n")
+    )
     assert isinstance(found["num_moe_experts"], Unknown)
 
 
 def test_sourced_file_is_followed(tmp_path):
     (tmp_path / "common.sh").write_text('COMMON="--num-layers 2 --cuda-graph-impl local"\n')
-    script = script_of(tmp_path, 'source ./common.sh\ntorchrun pretrain_gpt.py $COMMON --hidden-size 8\n')
+    script = script_of(tmp_path, "source ./common.sh\ntorchrun pretrain_gpt.py $COMMON --hidden-size 8\n")
     assert facts(script)["cuda_graph_impl"].value == "local"
     with pytest.raises(SourceError, match="not written in train.sh itself"):
         script.edited(only(script), {"cuda_graph_impl": "transformer_engine"})
@@ -239,15 +251,16 @@ def test_commands_of_one_program_are_told_apart(tmp_path):
     assert script.select(["t.py#*"]) == ["t.py#2"]
 
 
-# -- edits --------------------------------------------------------------------------------------------------------------------------
+# -- edits -----------------------------------------------------------------------------------------
 
 EDITS = [
     (
         "array, one option a line",
-        "A=(\n    --num-layers 2\n    --bf16  # kept\n)\ntorchrun p.py ${A[@]} \"$@\"\n",
+        'A=(\n    --num-layers 2\n    --bf16  # kept\n)\ntorchrun p.py ${A[@]} "$@"\n',
         GRAPHS,
-        "A=(\n    --num-layers 2\n    --bf16  # kept\n    --cuda-graph-impl transformer_engine\n    --cuda-graph-modules attn mlp\n)\n"
-        "torchrun p.py ${A[@]} \"$@\"\n",
+        "A=(\n    --num-layers 2\n    --bf16  # kept\n    --cuda-graph-impl transformer_engine\n    "
+        "--cuda-graph-modules attn mlp\n)\n"
+        'torchrun p.py ${A[@]} "$@"\n',
     ),
     (
         "continued lines",
@@ -261,7 +274,12 @@ EDITS = [
         {"cuda_graph_impl": "local"},
         "torchrun p.py \\\n    --lr 1e-4 \\\n    --num-layers 2 \\\n    --cuda-graph-impl local\necho done\n",
     ),
-    ("one line", "torchrun p.py --num-layers 2 --lr 1\n", {"cuda_graph_impl": "local"}, "torchrun p.py --num-layers 2 --cuda-graph-impl local --lr 1\n"),
+    (
+        "one line",
+        "torchrun p.py --num-layers 2 --lr 1\n",
+        {"cuda_graph_impl": "local"},
+        "torchrun p.py --num-layers 2 --cuda-graph-impl local --lr 1\n",
+    ),
     (
         "string of options",
         'O="\n  --num-layers 2\n  --bf16\n"\ntorchrun p.py $O\n',
@@ -288,7 +306,7 @@ EDITS = [
     ),
     (
         "variable that the environment may set is replaced where it is used",
-        "IMPL=${IMPL:-local}\ntorchrun p.py --num-layers 2 --cuda-graph-impl \"${IMPL}\"\n",
+        'IMPL=${IMPL:-local}\ntorchrun p.py --num-layers 2 --cuda-graph-impl "${IMPL}"\n',
         {"cuda_graph_impl": "transformer_engine"},
         "IMPL=${IMPL:-local}\ntorchrun p.py --num-layers 2 --cuda-graph-impl transformer_engine\n",
     ),
@@ -320,7 +338,8 @@ EDITS = [
         "option under a condition is changed there and set for the other side",
         'A=(--num-layers 2)\nif [ "$G" = 1 ]; then\n  A+=(--cuda-graph-impl local)\nfi\ntorchrun p.py "${A[@]}"\n',
         {"cuda_graph_impl": "transformer_engine"},
-        'A=(--num-layers 2 --cuda-graph-impl transformer_engine)\nif [ "$G" = 1 ]; then\n  A+=(--cuda-graph-impl transformer_engine)\nfi\n'
+        'A=(--num-layers 2 --cuda-graph-impl transformer_engine)\nif [ "$G" = 1 ]; then\n  A+=(--cuda-graph-impl '
+        "transformer_engine)\nfi\n"
         'torchrun p.py "${A[@]}"\n',
     ),
     (
@@ -333,7 +352,8 @@ EDITS = [
         "environment behind the last export, not in front of batch directives",
         "#!/bin/bash\n#SBATCH --nodes=2\nexport A=1\necho\nsrun python p.py --num-layers 2\n",
         {"env.NCCL_GRAPH_REGISTER": "0"},
-        "#!/bin/bash\n#SBATCH --nodes=2\nexport A=1\nexport NCCL_GRAPH_REGISTER=0\necho\nsrun python p.py --num-layers 2\n",
+        "#!/bin/bash\n#SBATCH --nodes=2\nexport A=1\nexport NCCL_GRAPH_REGISTER=0\necho\nsrun python p.py "
+        "--num-layers 2\n",
     ),
     (
         "environment in front of the command, under its indentation",
@@ -357,7 +377,8 @@ EDITS = [
         "string for another shell",
         'CMD="cd /x; python p.py --num-layers 2 --bf16"\nsrun bash -c "${CMD}" 2>&1 | tee log\n',
         {"cuda_graph_impl": "local"},
-        'CMD="cd /x; python p.py --num-layers 2 --bf16 --cuda-graph-impl local"\nsrun bash -c "${CMD}" 2>&1 | tee log\n',
+        'CMD="cd /x; python p.py --num-layers 2 --bf16 --cuda-graph-impl local"\nsrun bash -c "${CMD}" 2>&1 | tee '
+        "log\n",
     ),
     (
         "Hydra overrides, quoted for the shell",
@@ -366,7 +387,7 @@ EDITS = [
         "torchrun run_recipe.py --recipe r \\\n  model.tensor_model_parallel_size=2 \\\n  train.train_iters=5 \\\n"
         "  'model.cuda_graph_modules=[attn,mlp]'\n",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("source, overrides, expected", [edit[1:] for edit in EDITS], ids=[edit[0] for edit in EDITS])
@@ -384,14 +405,24 @@ def test_windows_line_ends_are_kept(tmp_path):
 @pytest.mark.parametrize(
     "which, overrides, expected",
     [
-        (V14, {"external_cuda_graph": True, "cuda_graph_scope": "attn"}, " --external-cuda-graph --cuda-graph-scope attn"),
-        (V17, {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
-         " --cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp"),
+        (
+            V14,
+            {"external_cuda_graph": True, "cuda_graph_scope": "attn"},
+            " --external-cuda-graph --cuda-graph-scope attn",
+        ),
+        (
+            V17,
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "mlp"]},
+            " --cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp",
+        ),
         (V19, GRAPHS, " --cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp"),
     ],
-)  # fmt: skip
+)
 def test_names_follow_the_version(tmp_path, which, overrides, expected):
-    assert edited(tmp_path, "torchrun p.py --num-layers 2\n", overrides, which) == f"torchrun p.py --num-layers 2{expected}\n"
+    assert (
+        edited(tmp_path, "torchrun p.py --num-layers 2\n", overrides, which)
+        == f"torchrun p.py --num-layers 2{expected}\n"
+    )
 
 
 def test_setting_that_the_version_does_not_have_is_reported(tmp_path):
@@ -405,7 +436,9 @@ def test_setting_that_the_version_does_not_have_is_reported(tmp_path):
 
 
 def test_shared_options_are_named(tmp_path):
-    script = script_of(tmp_path, 'A="--num-layers 2"\nif [ "$X" = 1 ]; then torchrun a.py $A; else python b.py $A; fi\n')
+    script = script_of(
+        tmp_path, 'A="--num-layers 2"\nif [ "$X" = 1 ]; then torchrun a.py $A; else python b.py $A; fi\n'
+    )
     assert script.built_on("a.py") == ["b.py"]
 
 
@@ -422,7 +455,9 @@ def test_script_without_a_training_command(tmp_path):
         open_recipe(path, V19)
 
 
-@pytest.mark.parametrize("text", ["", "if\n", "A=(\n", "'", '"${', "$((", "case x in", "f() {", "<<EOF", "\\", "{ } ; )", "a=$(", "[[", "`"])
+@pytest.mark.parametrize(
+    "text", ["", "if\n", "A=(\n", "'", '"${', "$((", "case x in", "f() {", "<<EOF", "\\", "{ } ; )", "a=$(", "[[", "`"]
+)
 def test_odd_text_never_breaks_the_parser(tmp_path, text):
     assert Run(Path("odd.sh"), text + "\n").invocations is not None
     assert Run(Path("odd.sh"), "torchrun t.py --num-layers 2\n" + text).invocations[0].words[0].text == "torchrun"

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from cudagraphs import rules, versions
 from cudagraphs.formats import open_recipe
 from cudagraphs.formats.facts import open_facts
@@ -19,6 +16,8 @@ from cudagraphs.formats.source import SourceError, TextFile
 from cudagraphs.formats.yaml_file import YamlFile, yaml_text
 from cudagraphs.rules.base import Member
 from cudagraphs.settings import Known, Unknown
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 LM = versions.resolve("megatron-lm", mcore="0.19.2", te="2.14", torch="2.11", automodel="0.7")
 BRIDGE = versions.resolve("megatron-bridge", bridge="0.6.2", mcore="0.19.2", te="2.14", torch="2.11", automodel="0.7")
@@ -34,13 +33,19 @@ def known(recipe, name: str) -> dict:
     return {fact: value.value for fact, value in recipe.run(name).settings.facts.items() if isinstance(value, Known)}
 
 
-# -- splicing -----------------------------------------------------------------------------------------------------------------------
+# -- splicing --------------------------------------------------------------------------------------
 
 SPLICES = [
     ("scalar", "a: 1 # one\nb: 2\n", ["a"], 3, "a: 3 # one\nb: 2\n"),
     ("quoted scalar", "a: 'x'\n", ["a"], "y", "a: y\n"),
     ("new key", "m:\n    a: 1\n\n# end\n", ["m", "b"], True, "m:\n    a: 1\n    b: true\n\n# end\n"),
-    ("new key beside one with a comment", "m:\n  a: 1  # one\nn: 2\n", ["m", "b"], [], "m:\n  a: 1  # one\n  b: []\nn: 2\n"),
+    (
+        "new key beside one with a comment",
+        "m:\n  a: 1  # one\nn: 2\n",
+        ["m", "b"],
+        [],
+        "m:\n  a: 1  # one\n  b: []\nn: 2\n",
+    ),
     ("new nested keys", "m:\n  a: 1\n", ["m", "g", "modules"], ["attn"], "m:\n  a: 1\n  g:\n    modules: [attn]\n"),
     ("no line end at the end", "m:\n  a: 1", ["m", "b"], 2, "m:\n  a: 1\n  b: 2"),
     ("below nothing", "m:\nn: 1\n", ["m", "a"], 1, "m:\n  a: 1\nn: 1\n"),
@@ -54,13 +59,19 @@ SPLICES = [
     ("block scalar", "m: |\n  x\n  y\nn: 1\n", ["m"], "z", "m: z\nn: 1\n"),
     ("empty value", "m:\nn: 1\n", ["m"], 5, "m: 5\nn: 1\n"),
     ("last of two equal keys", "m: 1\nm: 2\n", ["m"], 3, "m: 1\nm: 3\n"),
-    ("merged key gets one of its own", "b: &b {x: 1}\nm:\n  <<: *b\n  y: 2\n", ["m", "x"], 5, "b: &b {x: 1}\nm:\n  <<: *b\n  y: 2\n  x: 5\n"),
+    (
+        "merged key gets one of its own",
+        "b: &b {x: 1}\nm:\n  <<: *b\n  y: 2\n",
+        ["m", "x"],
+        5,
+        "b: &b {x: 1}\nm:\n  <<: *b\n  y: 2\n  x: 5\n",
+    ),
     ("alias is replaced where it is used", "a: &a 1\nb: *a\n", ["b"], 2, "a: &a 1\nb: 2\n"),
-    ("beyond ASCII", "ü: 1\nm: {é: ✓}\n", ["m", "b"], "ß", "ü: 1\nm: {é: ✓, b: \"ß\"}\n"),
+    ("beyond ASCII", "ü: 1\nm: {é: ✓}\n", ["m", "b"], "ß", 'ü: 1\nm: {é: ✓, b: "ß"}\n'),
     ("empty file", "", ["a", "b"], 1, "a:\n  b: 1\n"),
     ("only a comment", "# x\n", ["a"], 1, "# x\na: 1\n"),
     ("json", '{"a": {"b": 1}}\n', ["a", "c"], "x", '{"a": {"b": 1, c: x}}\n'),
-]  # fmt: skip
+]
 
 
 def document(text: str) -> YamlFile:
@@ -105,7 +116,10 @@ def test_refused_splice(source, path, reason):
         document(source).with_value(path, 2)
 
 
-@pytest.mark.parametrize("text", ["a: [1\n", "a: b: c\n", "\t- x\n", "a: !!python/object/apply:os.system ['true']\n", "{", "a: *b\n", "- x\na: 1\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1\n", "a: b: c\n", "\t- x\n", "a: !!python/object/apply:os.system ['true']\n", "{", "a: *b\n", "- x\na: 1\n"],
+)
 def test_invalid_yaml_is_one_line_with_a_place(text):
     with pytest.raises(SourceError, match="not valid YAML") as error:
         document(text)
@@ -113,16 +127,28 @@ def test_invalid_yaml_is_one_line_with_a_place(text):
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text("ab: #'\"-\\{é\n", max_size=5))
-TREES = st.recursive(SCALARS, lambda children: st.one_of(st.lists(children, max_size=3), st.dictionaries(st.sampled_from("abcdef"), children, max_size=4)), max_leaves=12)
+TREES = st.recursive(
+    SCALARS,
+    lambda children: st.one_of(
+        st.lists(children, max_size=3), st.dictionaries(st.sampled_from("abcdef"), children, max_size=4)
+    ),
+    max_leaves=12,
+)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    data=st.dictionaries(st.sampled_from("abcdef"), TREES, min_size=1, max_size=4), path=st.lists(st.sampled_from("abcdeg"), min_size=1, max_size=3),
-    value=st.one_of(SCALARS, st.lists(SCALARS, max_size=3)), flow=st.sampled_from([True, False, None]), ends=st.booleans(),
-)  # fmt: skip
+    data=st.dictionaries(st.sampled_from("abcdef"), TREES, min_size=1, max_size=4),
+    path=st.lists(st.sampled_from("abcdeg"), min_size=1, max_size=3),
+    value=st.one_of(SCALARS, st.lists(SCALARS, max_size=3)),
+    flow=st.sampled_from([True, False, None]),
+    ends=st.booleans(),
+)
 def test_an_edit_changes_the_data_at_its_path_only(data, path, value, flow, ends):
-    """Whatever the style, the loaded data is the old data with one value set; or the edit is refused and nothing happens."""
+    """Whatever the style, the loaded data is the old data with one value set.
+
+    Or the edit is refused and nothing happens.
+    """
     text = yaml.safe_dump(data, default_flow_style=flow, allow_unicode=True, sort_keys=False)
     if ends:
         text = text.rstrip("\n") + "\n# tail\n"
@@ -147,7 +173,7 @@ def test_written_values_load_as_themselves(value):
     assert yaml.safe_load(yaml_text(value)) == value
 
 
-# -- MODEL_ARGS ---------------------------------------------------------------------------------------------------------------------
+# -- MODEL_ARGS ------------------------------------------------------------------------------------
 
 MODEL_ARGS = """
     ENV_VARS:
@@ -170,7 +196,11 @@ def test_model_args_facts(tmp_path):
     recipe = open_recipe(file_of(tmp_path, MODEL_ARGS), LM)
     found = known(recipe, "MODEL_ARGS")
     assert recipe.format == "megatron-lm, MODEL_ARGS" and recipe.candidates() == ["MODEL_ARGS"]
-    assert found["num_layers"] == 13 and found["sequence_parallel"] is True and found["moe_layer_freq"] == [0] * 4 + [1] * 9
+    assert (
+        found["num_layers"] == 13
+        and found["sequence_parallel"] is True
+        and found["moe_layer_freq"] == [0] * 4 + [1] * 9
+    )
     assert found["recompute_modules"] == ["moe_act", "mlp"] and found["cuda_graph_modules"] == ["attn", "mlp"]
     assert found["env.CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert isinstance(recipe.run("MODEL_ARGS").settings.facts["args.data_path"], Unknown)
@@ -178,8 +208,14 @@ def test_model_args_facts(tmp_path):
 
 def test_model_args_edit_touches_its_lines_only(tmp_path):
     recipe = open_recipe(file_of(tmp_path, MODEL_ARGS), LM)
-    wanted = {"cuda_graph_modules": ["attn"], "rng.te_rng_tracker": True, "recompute_granularity": None, "moe_layer_freq": [0, 1],
-              "env.NCCL_GRAPH_REGISTER": "0", "env.CUDA_DEVICE_MAX_CONNECTIONS": "8"}  # fmt: skip
+    wanted = {
+        "cuda_graph_modules": ["attn"],
+        "rng.te_rng_tracker": True,
+        "recompute_granularity": None,
+        "moe_layer_freq": [0, 1],
+        "env.NCCL_GRAPH_REGISTER": "0",
+        "env.CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    }
     after, skipped = recipe.edited("MODEL_ARGS", wanted)
     assert not skipped and after.edited("MODEL_ARGS", wanted)[0].file.raw == after.file.raw
     old, new = recipe.file.text.splitlines(), after.file.text.splitlines()
@@ -206,7 +242,7 @@ def test_second_block_of_arguments_is_a_run_of_its_own(tmp_path):
     assert known(after, "MODEL_ARGS_2")["cuda_graph_impl"] == "local"
 
 
-# -- AutoModel ----------------------------------------------------------------------------------------------------------------------
+# -- AutoModel -------------------------------------------------------------------------------------
 
 AUTOMODEL = """
     step_scheduler:
@@ -228,8 +264,16 @@ def test_automodel_facts_and_edit(tmp_path):
     recipe = open_recipe(path, LM)
     assert recipe.format == "nemo-automodel"
     found = known(recipe, "model")
-    assert found["backend.attn"] == "te" and found["backend.cuda_graph.modules"] == [] and found["distributed.pp_size"] == 1
-    wanted = {"backend.cuda_graph.modules": ["attn", "moe_router"], "backend.linear": "torch", "backend.rms_norm": "torch"}
+    assert (
+        found["backend.attn"] == "te"
+        and found["backend.cuda_graph.modules"] == []
+        and found["distributed.pp_size"] == 1
+    )
+    wanted = {
+        "backend.cuda_graph.modules": ["attn", "moe_router"],
+        "backend.linear": "torch",
+        "backend.rms_norm": "torch",
+    }
     after, _ = recipe.edited("model", wanted)
     assert after.edited("model", wanted)[0].file.raw == after.file.raw
     assert after.file.text == recipe.file.text.replace("linear: te", "linear: torch").replace(
@@ -245,7 +289,7 @@ def test_automodel_interpolation_is_unknown(tmp_path):
     assert isinstance(recipe.run("model").settings.facts["backend.attn"], Unknown)
 
 
-# -- Bridge -------------------------------------------------------------------------------------------------------------------------
+# -- Bridge ----------------------------------------------------------------------------------------
 
 DUMP = """
     _target_: megatron.bridge.training.config.ConfigContainer
@@ -303,20 +347,32 @@ def test_configuration_dump(tmp_path, as_json):
 def test_yaml_overrides(tmp_path):
     recipe = open_recipe(file_of(tmp_path, "model:\n  num_layers: 2\ntrain:\n  train_iters: 5\n", "o.yaml"), BRIDGE)
     assert recipe.format == "megatron-bridge, YAML overrides" and not recipe.run("config").settings.complete
-    after, _ = recipe.edited("config", {"cuda_graph_impl": "none", "cuda_graph_scope": None, "rng.te_rng_tracker": True})
+    after, _ = recipe.edited(
+        "config", {"cuda_graph_impl": "none", "cuda_graph_scope": None, "rng.te_rng_tracker": True}
+    )
     assert after.file.text == (
-        "model:\n  num_layers: 2\n  cuda_graph_impl: none\n  cuda_graph_scope: null\ntrain:\n  train_iters: 5\nrng:\n  te_rng_tracker: true\n"
+        "model:\n  num_layers: 2\n  cuda_graph_impl: none\n  cuda_graph_scope: null\ntrain:\n  train_iters: 5\n"
+        "rng:\n  te_rng_tracker: true\n"
     )
 
 
-# -- facts --------------------------------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def test_facts_file(tmp_path):
-    path = file_of(tmp_path, json.dumps({
-        "framework": "pytorch", "name": "loop", "torch.capture": "full_iteration",
-        "torch": {"optimizer": "AdamW", "optimizer_in_graph": True}, "env": {"NCCL_GRAPH_REGISTER": 0},
-    }), "facts.json")  # fmt: skip
+    path = file_of(
+        tmp_path,
+        json.dumps(
+            {
+                "framework": "pytorch",
+                "name": "loop",
+                "torch.capture": "full_iteration",
+                "torch": {"optimizer": "AdamW", "optimizer_in_graph": True},
+                "env": {"NCCL_GRAPH_REGISTER": 0},
+            }
+        ),
+        "facts.json",
+    )
     recipe = open_facts(path, LM)
     run = recipe.run(recipe.candidates()[0]).settings
     assert run.framework == "pytorch" and run.facts["env.NCCL_GRAPH_REGISTER"].value == "0"
@@ -326,25 +382,39 @@ def test_facts_file(tmp_path):
 
 
 def test_facts_in_neutral_names_follow_the_version(tmp_path):
-    path = file_of(tmp_path, "framework: megatron-core\nversions: {mcore: 0.17}\nimpl: local\nmodules: [attn]\nfacts:\n  num_moe_experts: 8\n")
+    path = file_of(
+        tmp_path,
+        "framework: megatron-core\nversions: {mcore: 0.17}\nimpl: local\nmodules: [attn]\nfacts:\n  "
+        "num_moe_experts: 8\n",
+    )
     run = open_facts(path, versions.resolve("megatron-core", te="2.14")).run("facts").settings
-    assert run.versions.minor == 17 and run.facts["cuda_graph_scope"].value == ["attn"] and run.facts["cuda_graph_impl"].value == "local"
+    assert (
+        run.versions.minor == 17
+        and run.facts["cuda_graph_scope"].value == ["attn"]
+        and run.facts["cuda_graph_impl"].value == "local"
+    )
     given = open_facts(path, versions.resolve("megatron-core", mcore="0.19")).run("facts").settings
     assert given.versions.minor == 19 and "cuda_graph_modules" in given.facts, "a flag wins over the file"
 
 
 @pytest.mark.parametrize(
     "text, reason",
-    [("[1]\n", "holds no facts"), ("x: 1\n", "framework None is not one of"), ("framework: jax\n", "framework 'jax'"),
-     ("framework: pytorch\nfacts: 3\n", "facts must be a mapping"), ("framework: pytorch\ncomplete: maybe\n", "complete must be"),
-     ("framework: pytorch\nversions: {cuda: 13}\n", "unknown component"), ("framework: pytorch\nversions: {torch: new}\n", "is not a version")],
-)  # fmt: skip
+    [
+        ("[1]\n", "holds no facts"),
+        ("x: 1\n", "framework None is not one of"),
+        ("framework: jax\n", "framework 'jax'"),
+        ("framework: pytorch\nfacts: 3\n", "facts must be a mapping"),
+        ("framework: pytorch\ncomplete: maybe\n", "complete must be"),
+        ("framework: pytorch\nversions: {cuda: 13}\n", "unknown component"),
+        ("framework: pytorch\nversions: {torch: new}\n", "is not a version"),
+    ],
+)
 def test_facts_file_that_cannot_be_read(tmp_path, text, reason):
     with pytest.raises(SourceError, match=reason):
         open_facts(file_of(tmp_path, text), versions.resolve("pytorch"))
 
 
-# -- which format -------------------------------------------------------------------------------------------------------------------
+# -- which format ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["a: 1\n", "[]\n", "", "model: gpt\n", "services:\n  web: {image: x}\n"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines and templates against the released code that reads them.
 
-Megatron-LM's own parser, checks and TransformerConfig judge the same arguments that our reading of them is judged by; what the
-templates render goes through the parser, TransformerConfig or AutoModel's BackendConfig that it is written for.
-"""
+Megatron-LM's own parser, checks and TransformerConfig judge the same arguments that our reading of them is judged by;
+what the templates render goes through the parser, TransformerConfig or AutoModel's BackendConfig that it is written
+for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import ast
 from collections import Counter
 
 import pytest
+import wheels
 import yaml
-
 from cudagraphs import rendering, rules, versions
 from cudagraphs.formats.arguments import LaunchScript, from_argv
 from cudagraphs.formats.source import TextFile
 from oracle import automodel_config, megatron_lm_args, transformer_config
-
-import wheels
 
 pytestmark = pytest.mark.wheels
 
@@ -50,7 +48,9 @@ def test_reading_agrees_with_megatron_lm(minor):
         broken = [f.code for f in rules.check(settings) if f.layer in LAYERS and f.severity == "error" and not f.needs]
         counts[answer["verdict"]] += 1
         if bool(broken) != (answer["verdict"] == "rejected"):
-            mismatches.append((request["id"], request["argv"], request.get("env"), answer["verdict"], answer["error"], broken))
+            mismatches.append(
+                (request["id"], request["argv"], request.get("env"), answer["verdict"], answer["error"], broken)
+            )
             continue
         if answer["verdict"] == "accepted":
             state = rules.graph_state(settings)
@@ -79,9 +79,20 @@ def test_megatron_lm_accepts_what_is_rendered(minor):
     kinds = {
         "dense": ([], {}),
         "moe": (["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"], {}),
-        "moe-padded": (["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear",
-                        "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"], {}),
-    }  # fmt: skip
+        "moe-padded": (
+            [
+                "--num-experts",
+                "8",
+                "--moe-token-dispatcher-type",
+                "alltoall",
+                "--disable-bias-linear",
+                "--moe-expert-capacity-factor",
+                "1.0",
+                "--moe-pad-expert-input-to-capacity",
+            ],
+            {},
+        ),
+    }
     requests = []
     for preset in PRESETS:
         for model, (options, env) in kinds.items():
@@ -104,15 +115,20 @@ def test_transformer_config_accepts_what_the_loops_build(minor):
             for model in rendering.named(name).models:
                 text, _ = rendered(name, minor, preset=preset, model=model)
                 call = next(
-                    node for node in ast.walk(ast.parse(text))
+                    node
+                    for node in ast.walk(ast.parse(text))
                     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TransformerConfig"
-                )  # fmt: skip
-                fields = {k.arg: ast.literal_eval(k.value) for k in call.keywords if not isinstance(k.value, ast.Attribute)}
+                )
+                fields = {
+                    k.arg: ast.literal_eval(k.value) for k in call.keywords if not isinstance(k.value, ast.Attribute)
+                }
                 requests.append({"id": f"{name} {preset} {model}", "fields": fields, "te": TE})
     for preset in PRESETS:
         for model, facts in rendering.MODELS.items():
             _, seen = rendered("bridge-recipe", minor, preset=preset, model=model)
-            fields = {path.removeprefix("model."): value for path, value in seen["settings"] if path.startswith("model.")}
+            fields = {
+                path.removeprefix("model."): value for path, value in seen["settings"] if path.startswith("model.")
+            }
             fields.update({fact: value for fact, value in facts.items() if fact != "hybrid_layer_pattern"})
             if model == "hybrid":
                 fields["is_hybrid_model"] = True
@@ -129,7 +145,9 @@ def test_automodel_accepts_what_is_rendered():
         for model in ("dense", "moe"):
             for dispatcher in ("torch", "hybridep"):
                 text, _ = rendered("automodel-yaml", "0.19", preset=preset, model=model, dispatcher=dispatcher)
-                backend = {key: value for key, value in yaml.safe_load(text)["model"]["backend"].items() if key != "_target_"}
+                backend = {
+                    key: value for key, value in yaml.safe_load(text)["model"]["backend"].items() if key != "_target_"
+                }
                 requests.append({"id": f"{preset} {model} {dispatcher}", "backend": backend})
     answers = list(automodel_config.ask(requests))
     assert [(a["id"], a["error"]) for a in answers if a["verdict"] != "accepted"] == []

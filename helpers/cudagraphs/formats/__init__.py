@@ -37,7 +37,10 @@ class Recipe(Protocol):
         """The runs that the file configures, in file order."""
 
     def select(self, patterns: list[str], everything: bool = False) -> list[str]:
-        """The runs picked by names or globs, all of them, or the only one. Raises SourceError where that is not decided."""
+        """The runs picked by names or globs, all of them, or the only one.
+
+        Raises SourceError where that is not decided.
+        """
 
     def run(self, name: str) -> RunLike:
         """The run with its facts. Raises SourceError where it cannot be read."""
@@ -45,15 +48,18 @@ class Recipe(Protocol):
     def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["Recipe", dict[str, str]]:
         """The recipe with `overrides` (fact name -> value) in effect, and what cannot be written here with the reason.
 
-        Writes nothing to disk: the new bytes are `recipe.file.raw`. Raises SourceError where the values cannot take effect.
-        """
+        Writes nothing to disk: the new bytes are `recipe.file.raw`. Raises SourceError where the values cannot take
+        effect."""
 
     def built_on(self, name: str) -> list[str]:
         """Other runs of this file that a change to `name` changes too."""
 
 
 def open_recipe(path: Path, versions: Versions, framework: str | None = None, roots: list[Path] = ()) -> Recipe:
-    """Open a recipe file by its content; `framework` forces the reading. Raises SourceError for a file in no known format."""
+    """Open a recipe file by its content.
+
+    `framework` forces the reading. Raises SourceError for a file in no known format.
+    """
     from cudagraphs.formats.python_recipe import PythonRecipe
 
     if path.suffix == ".py" or path.is_dir() or not path.exists():
@@ -75,15 +81,26 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def open_input(
-    path: Path | None, facts: Path | None, given: Sequence[str] | None, versions: Versions, framework: str | None, roots: list[Path]
+    path: Path | None,
+    facts: Path | None,
+    given: Sequence[str] | None,
+    versions: Versions,
+    framework: str | None,
+    roots: list[Path],
 ) -> Recipe:
     """The recipe of a command line that names a file, a facts file, or arguments behind `--`.
 
     Raises SourceError where none of them is given, or more than one.
     """
-    named = [what for what, value in (("a recipe", path), ("--facts", facts), ("arguments behind --", given)) if value is not None]
+    named = [
+        what
+        for what, value in (("a recipe", path), ("--facts", facts), ("arguments behind --", given))
+        if value is not None
+    ]
     if len(named) != 1:
-        raise SourceError(f"give one of a recipe file, --facts FILE and -- ARGUMENTS, not {' and '.join(named) or 'none'}")
+        raise SourceError(
+            f"give one of a recipe file, --facts FILE and -- ARGUMENTS, not {' and '.join(named) or 'none'}"
+        )
     if facts is not None:
         from cudagraphs.formats.facts import open_facts
 
@@ -111,12 +128,15 @@ def _yaml_recipe(path: Path, file: TextFile, versions: Versions, framework: str 
         return ModelArgs(path, versions, document)
     if "framework" in keys:
         return FactsFile(path, versions, document, framework)
-    if framework == "megatron-bridge" or (framework is None and bridge_yaml.looks_like(data) and not automodel.looks_like(data)):
+    if framework == "megatron-bridge" or (
+        framework is None and bridge_yaml.looks_like(data) and not automodel.looks_like(data)
+    ):
         return bridge_yaml.BridgeYaml(path, versions, document)
     if framework is None and automodel.looks_like(data):
         return automodel.AutoModelRecipe(path, versions, document)
     raise SourceError(
-        f"{path}: no known kind of YAML (a MODEL_ARGS block, a Bridge configuration, an AutoModel recipe, or facts with a "
+        f"{path}: no known kind of YAML (a MODEL_ARGS block, a Bridge configuration, an AutoModel recipe, or facts "
+        f"with a "
         "framework key); say which with --framework"
     )
 
@@ -127,7 +147,8 @@ def _script(path: Path, file: TextFile, versions: Versions, framework: str | Non
     script = LaunchScript(path, versions, framework, file)
     if not script.commands:
         raise SourceError(
-            f"{path}: no training command found: no program is given Megatron-LM arguments (--num-layers 2), performance script "
+            f"{path}: no training command found: no program is given Megatron-LM arguments (--num-layers 2), "
+            f"performance script "
             "arguments (--cuda_graph_impl) or overrides (model.cuda_graph_impl=...)"
         )
     return script
@@ -154,5 +175,6 @@ def _by_text(path: Path, file: TextFile, versions: Versions, framework: str | No
     if script.commands:
         return script
     raise SourceError(
-        f"{path}: unknown kind of file; give a Python recipe (.py), a launch script (.sh), YAML or JSON, or a list of arguments"
+        f"{path}: unknown kind of file; give a Python recipe (.py), a launch script (.sh), YAML or JSON, or a list "
+        f"of arguments"
     )

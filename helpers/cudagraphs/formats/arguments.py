@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes written as command-line options: launch scripts, lists of arguments, files of overrides.
 
-`LaunchScript` reads a shell script with `shell_run`, takes the commands that start training, and edits options where they
-stand. A list of arguments is read as a script of one command.
+`LaunchScript` reads a shell script with `shell_run`, takes the commands that start training, and edits options where
+they stand. A list of arguments is read as a script of one command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from cudagraphs.formats import flags
 from cudagraphs.formats.flags import Change
 from cudagraphs.formats.selecting import in_effect, pick
-from cudagraphs.formats.shell_run import Invocation, Run as ScriptRun
+from cudagraphs.formats.shell_run import Invocation
+from cudagraphs.formats.shell_run import Run as ScriptRun
 from cudagraphs.formats.source import SourceError, Splice, TextFile, load
 from cudagraphs.formats.words import Option, Word, by_world, group
 from cudagraphs.rules import defaults
@@ -45,7 +46,12 @@ class LaunchScript:
     """A shell script that starts training. Reading never runs it."""
 
     def __init__(
-        self, path: Path, versions: Versions, framework: str | None = None, file: TextFile | None = None, listed: bool = False
+        self,
+        path: Path,
+        versions: Versions,
+        framework: str | None = None,
+        file: TextFile | None = None,
+        listed: bool = False,
     ):
         """`listed` takes every word of the text as an argument of one command."""
         self.path, self.versions, self.framework, self.listed = path, versions, framework, listed
@@ -58,7 +64,7 @@ class LaunchScript:
         first = next(iter(self.commands.values()), None)
         return f"{first[2].format}, {'arguments' if self.listed else 'launch script'}" if first else "launch script"
 
-    # -- which commands -------------------------------------------------------------------------------------------------------
+    # -- which commands ----------------------------------------------------------------------------
 
     def _commands(self) -> dict[str, tuple[Invocation, list[Word], Any]]:
         """Training commands by name: the program they run, with a number behind the second and later of one program."""
@@ -90,7 +96,14 @@ class LaunchScript:
         if dialect is None:
             return []
         document = self.script.document
-        return [("<variables>", Invocation(words, self.script.final_environment(), 0, 0, document), words, dialect(self.versions))]
+        return [
+            (
+                "<variables>",
+                Invocation(words, self.script.final_environment(), 0, 0, document),
+                words,
+                dialect(self.versions),
+            )
+        ]
 
     def _dialect(self, words: list[Word]) -> Any:
         found = flags.choose(group(words, overrides=True))
@@ -104,7 +117,11 @@ class LaunchScript:
         return list(self.commands)
 
     def select(self, patterns: list[str], everything: bool = False) -> list[str]:
-        what = "training arguments" if self.listed else "training command (a program with Megatron-LM arguments or Bridge overrides)"
+        what = (
+            "training arguments"
+            if self.listed
+            else "training command (a program with Megatron-LM arguments or Bridge overrides)"
+        )
         return pick(self.path, self.candidates(), patterns, everything, what)
 
     def built_on(self, name: str) -> list[str]:
@@ -112,17 +129,21 @@ class LaunchScript:
         places = _places(self.run(name).options)
         return [other for other in self.commands if other != name and places & _places(self.run(other).options)]
 
-    # -- reading --------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def run(self, name: str) -> ArgumentRun:
         invocation, words, dialect = self.commands[name]
         options = group(words, overrides=dialect.overrides)
         facts, reason = dialect.facts(options)
         for variable, values in invocation.environment.items():
-            facts.setdefault(f"env.{variable}", by_world(values, lambda texts: "".join(texts), values[0].source if values else None))
+            facts.setdefault(
+                f"env.{variable}", by_world(values, lambda texts: "".join(texts), values[0].source if values else None)
+            )
         reason = reason or self._open_reason(words)
         versions = replace(self.versions, bridge=None) if dialect.framework != "megatron-bridge" else self.versions
-        settings = Settings(dialect.framework, versions, facts, name, str(self.path), complete=not reason, incomplete_reason=reason)
+        settings = Settings(
+            dialect.framework, versions, facts, name, str(self.path), complete=not reason, incomplete_reason=reason
+        )
         return ArgumentRun(name, settings, dialect, invocation, words, options)
 
     def _open_reason(self, words: list[Word]) -> str:
@@ -137,10 +158,11 @@ class LaunchScript:
             before = word
         return ""
 
-    # -- writing --------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["LaunchScript", dict[str, str]]:
-        """The script with `overrides` in effect: options are changed where they stand, new ones join the model's options.
+        """The script with `overrides` in effect: options are changed where they stand, new ones join the model's
+        options.
 
         Raises SourceError where the values cannot take effect.
         """
@@ -152,14 +174,19 @@ class LaunchScript:
             if not wanted:
                 break
             variables = {} if self.listed else {k[4:]: v for k, v in wanted.items() if k.startswith("env.")}
-            changes, reasons = run.dialect.changes({k: v for k, v in wanted.items() if k[4:] not in variables or not k.startswith("env.")}, run.settings.facts)
+            changes, reasons = run.dialect.changes(
+                {k: v for k, v in wanted.items() if k[4:] not in variables or not k.startswith("env.")},
+                run.settings.facts,
+            )
             skipped.update(reasons)
             writer = _Writer(recipe, run, at_reference=attempt > 0)
             splices = [*writer.options(changes), *writer.environment(variables)]
             skipped.update(writer.skipped)
             for fact in wanted if writer.open_removals else ():
                 if fact.removeprefix("model.").replace("_", "-") in writer.open_removals:
-                    skipped[fact] = f"--{fact.replace('_', '-')} is not in sight here; what is not in sight may still hold it"
+                    skipped[fact] = (
+                        f"--{fact.replace('_', '-')} is not in sight here; what is not in sight may still hold it"
+                    )
             if not splices:
                 break
             recipe = recipe._with(splices)
@@ -167,10 +194,16 @@ class LaunchScript:
         stuck = [k for k, v in overrides.items() if k not in skipped and not in_effect(after, k, v)]
         if stuck:
             raise SourceError(f"{self.path}: {name}: cannot make {', '.join(stuck)} take effect here; set it by hand")
-        others = [k for k in before.facts if k not in overrides and before.facts[k] != after.facts.get(k) and not _derived(k, overrides)]
+        others = [
+            k
+            for k in before.facts
+            if k not in overrides and before.facts[k] != after.facts.get(k) and not _derived(k, overrides)
+        ]
         others = [k for k in others if _value_of(before.facts[k]) != _value_of(after.facts.get(k))]
         if others:
-            raise SourceError(f"{self.path}: {name}: the edit would also change {', '.join(others)}; set the options by hand")
+            raise SourceError(
+                f"{self.path}: {name}: the edit would also change {', '.join(others)}; set the options by hand"
+            )
         return recipe, skipped
 
     def _with(self, splices: list[Splice]) -> "LaunchScript":
@@ -184,13 +217,17 @@ class LaunchScript:
 
 
 def from_argv(argv: Sequence[str], versions: Versions, framework: str | None = None) -> LaunchScript:
-    """A recipe of arguments alone, as they stand behind `--` on a command line. Raises SourceError for a list that tells nothing."""
+    """A recipe of arguments alone, as they stand behind `--` on a command line.
+
+    Raises SourceError for a list that tells nothing.
+    """
     path = Path("<arguments>")
     text = shlex.join(argv) + "\n"
     recipe = LaunchScript(path, versions, framework, TextFile(path, text.encode(), "utf-8", b"", text), listed=True)
     if not recipe.commands:
         raise SourceError(
-            f"{path}: neither Megatron-LM arguments (--num-layers 2 ...) nor performance script arguments (--cuda_graph_impl ...) "
+            f"{path}: neither Megatron-LM arguments (--num-layers 2 ...) nor performance script arguments "
+            f"(--cuda_graph_impl ...) "
             "nor overrides (model.cuda_graph_impl=...); give the framework with --framework"
         )
     return recipe
@@ -204,7 +241,11 @@ def arguments_text(recipe: LaunchScript) -> str:
 def _program(words: list[Word]) -> tuple[str, list[Word]]:
     """The training program of a command and the words behind it; ("", words) where there is none."""
     for index, word in enumerate(words):
-        if word.text is not None and re.search(r"[\w./-]\.py$", word.text) and (index == 0 or not _takes_value(words[index - 1])):
+        if (
+            word.text is not None
+            and re.search(r"[\w./-]\.py$", word.text)
+            and (index == 0 or not _takes_value(words[index - 1]))
+        ):
             return Path(word.text).name, words[index + 1 :]
     for index, word in enumerate(words[:-1]):
         following = words[index + 1].text
@@ -240,11 +281,16 @@ def _derived(fact: str, overrides: Mapping[str, Any]) -> bool:
         return True
     if graph and ("cuda_graph" in fact or fact == "rerun_state_machine.check_for_nan_in_loss"):
         return True
-    return any(fact in pair and pair & set(overrides) for pair in pairs) or any(fact.endswith(f".{name}") for name in overrides)
+    return any(fact in pair and pair & set(overrides) for pair in pairs) or any(
+        fact.endswith(f".{name}") for name in overrides
+    )
 
 
 class _Writer:
-    """The splices, in characters, that make changes of one command. `at_reference` edits the uses of variables, not the variables."""
+    """The splices, in characters, that make changes of one command.
+
+    `at_reference` edits the uses of variables, not the variables.
+    """
 
     def __init__(self, recipe: LaunchScript, run: ArgumentRun, at_reference: bool):
         self.recipe, self.run, self.at_reference = recipe, run, at_reference
@@ -254,7 +300,7 @@ class _Writer:
         # options to take away that are not in sight, in a command whose options are not all in sight
         self.open_removals: list[str] = []
 
-    # -- options --------------------------------------------------------------------------------------------------------------
+    # -- options -----------------------------------------------------------------------------------
 
     def options(self, changes: list[Change]) -> list[Splice]:
         splices: dict[tuple[int, int], Splice] = {}
@@ -267,9 +313,10 @@ class _Writer:
     def _option(self, change: Change, added: list[Change]) -> list[Splice]:
         name = change.name.replace("-", "_")
         same = [
-            option for option in self.run.options
+            option
+            for option in self.run.options
             if option.name.replace("-", "_") == name and (option.override is not None) == change.override
-        ]  # fmt: skip
+        ]
         if change.remove:
             if not same and not self.run.settings.complete:
                 self.open_removals.append(change.name)
@@ -283,15 +330,23 @@ class _Writer:
         if option.override is not None:
             return [self._replace(option.word, f"{option.override.replace('~', '')}{option.name}={change.values[0]}")]
         if option.inline is not None:
-            values = "=" + change.values[0] if len(change.values) == 1 else "".join(f" {value}" for value in change.values)
+            values = (
+                "=" + change.values[0] if len(change.values) == 1 else "".join(f" {value}" for value in change.values)
+            )
             return [self._replace(option.word, f"--{option.name}{values}", bare=len(change.values) > 1)]
         if not change.values:
             return [self._replace(word, "") for word in option.values]
         if len(option.values) == len(change.values):
-            return [self._replace(word, value) for word, value in zip(option.values, change.values) if word.text != value or word.guards]
+            return [
+                self._replace(word, value)
+                for word, value in zip(option.values, change.values)
+                if word.text != value or word.guards
+            ]
         if not option.values:
             place = self._place(option.word)
-            return [Splice(place[1], place[1], "".join(f" {self._quoted(value, option.word)}" for value in change.values))]
+            return [
+                Splice(place[1], place[1], "".join(f" {self._quoted(value, option.word)}" for value in change.values))
+            ]
         start, end = self._place(option.values[0])[0], self._place(option.values[-1])[1]
         text = " ".join(self._quoted(value, option.values[0]) for value in change.values)
         return [Splice(min(start, end), max(start, end), text)]
@@ -306,15 +361,21 @@ class _Writer:
         if word.span is not None:
             return Splice(*word.span, text)
         raise SourceError(
-            f"{word.source or self.recipe.path}: {word.text or word.reason}: this option is not written in {self.recipe.path.name} "
+            f"{word.source or self.recipe.path}: {word.text or word.reason}: this option is not written in "
+            f"{self.recipe.path.name} "
             "itself; change it where it is set"
         )
 
     def _place(self, word: Word) -> tuple[int, int]:
         """Where the whole word stands, its quotes included."""
-        place = word.reference if word.reference is not None and (word.span is None or self._covers(word)) else word.span
+        place = (
+            word.reference if word.reference is not None and (word.span is None or self._covers(word)) else word.span
+        )
         if place is None:
-            raise SourceError(f"{word.source or self.recipe.path}: this option is not written in {self.recipe.path.name} itself; change it where it is set")
+            raise SourceError(
+                f"{word.source or self.recipe.path}: this option is not written in {self.recipe.path.name} itself; "
+                f"change it where it is set"
+            )
         return place
 
     def _covers(self, word: Word) -> bool:
@@ -330,14 +391,16 @@ class _Writer:
             return value
         return shlex.quote(value)
 
-    # -- removal --------------------------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------
 
     def _removal(self, option: Option) -> list[Splice]:
         words = [option.word, *option.values]
         places = [self._place(word) for word in words]
         start, end = places[0][0], places[-1][1]
         between = [self.text[left[1] : right[0]] for left, right in zip(places, places[1:])]
-        if any(left[1] > right[0] or gap.replace("\\", "").strip() for left, right, gap in zip(places, places[1:], between)):
+        if any(
+            left[1] > right[0] or gap.replace("\\", "").strip() for left, right, gap in zip(places, places[1:], between)
+        ):
             return [self._cut(*place) for place in places]
         return [self._cut(start, end)]
 
@@ -359,7 +422,7 @@ class _Writer:
             return Splice(before.start(), stop - (text[stop - 1 : stop] == "\r"), "")
         return Splice(line, min(stop + 1, len(text)), "")
 
-    # -- new options ----------------------------------------------------------------------------------------------------------
+    # -- new options -------------------------------------------------------------------------------
 
     def _added(self, changes: list[Change]) -> list[Splice]:
         by_kind: dict[bool, list[Change]] = {}
@@ -373,9 +436,13 @@ class _Writer:
     def _anchor(self, override: bool) -> Option | Word:
         """What new options are written behind: graph options, else options of the model, else any, else the program."""
         usable = [
-            option for option in self.run.options
-            if not option.guards and not any(word.guards for word in option.values) and self._placed(option.last) and self._placed(option.word)
-        ]  # fmt: skip
+            option
+            for option in self.run.options
+            if not option.guards
+            and not any(word.guards for word in option.values)
+            and self._placed(option.last)
+            and self._placed(option.word)
+        ]
         overrides = [option for option in usable if option.override is not None]
         plain = [option for option in usable if option.override is None]
         if override and overrides:
@@ -390,7 +457,10 @@ class _Writer:
         for word in reversed(before):
             if self._placed(word) and not word.guards:
                 return word
-        raise SourceError(f"{self.recipe.path}: {self.run.name}: no option is written in this file itself; set the options where they are")
+        raise SourceError(
+            f"{self.recipe.path}: {self.run.name}: no option is written in this file itself; set the options where "
+            f"they are"
+        )
 
     def _placed(self, word: Word) -> bool:
         return word.span is not None or word.reference is not None
@@ -417,14 +487,18 @@ class _Writer:
             return [Splice(position, position, "".join(f" {entry}" for entry in entries))]
         if tail.strip() == "\\":
             lines = "".join(f"{indent}{entry}{tail}{self.newline}" for entry in entries)
-            return [Splice(stop + 1, stop + 1, lines)] if stop < len(text) else [Splice(position, position, " " + " ".join(entries))]
+            return (
+                [Splice(stop + 1, stop + 1, lines)]
+                if stop < len(text)
+                else [Splice(position, position, " " + " ".join(entries))]
+            )
         invocation = self.run.invocation
         if invocation.document.main and invocation.start <= start and position <= invocation.end and not in_string:
             return [Splice(position, position, "".join(f" \\{self.newline}{indent}{entry}" for entry in entries))]
         end = position + len(tail)
         return [Splice(end, end, "".join(f"{self.newline}{indent}{entry}" for entry in entries))]
 
-    # -- environment ----------------------------------------------------------------------------------------------------------
+    # -- environment -------------------------------------------------------------------------------
 
     def environment(self, variables: Mapping[str, Any]) -> list[Splice]:
         splices, new = [], []
@@ -433,7 +507,9 @@ class _Writer:
             if value is None:
                 splices += self._unset(name, words)
             elif len(words) == 1 and words[0].span is not None and not words[0].guards and not self.at_reference:
-                splices.append(Splice(*words[0].span, str(value) if self._inside_quotes(words[0].span) else _shell_value(value)))
+                splices.append(
+                    Splice(*words[0].span, str(value) if self._inside_quotes(words[0].span) else _shell_value(value))
+                )
             else:
                 new.append(f"export {name}={_shell_value(value)}")
         if new:
@@ -444,10 +520,15 @@ class _Writer:
         """New exports behind the last one that always happens, else in front of the command."""
         command = self.text.rfind("\n", 0, self.run.invocation.start) + 1
         places = [
-            words[0].source.line for words in self.run.invocation.environment.values()
-            if len(words) == 1 and words[0].source is not None and words[0].source.path == str(self.recipe.path) and not words[0].guards
-            and words[0].source.text.startswith("export ") and not words[0].source.text.endswith("\\")
-        ]  # fmt: skip
+            words[0].source.line
+            for words in self.run.invocation.environment.values()
+            if len(words) == 1
+            and words[0].source is not None
+            and words[0].source.path == str(self.recipe.path)
+            and not words[0].guards
+            and words[0].source.text.startswith("export ")
+            and not words[0].source.text.endswith("\\")
+        ]
         starts = self.recipe.script.document.lines
         places = [line for line in places if line < len(starts) and starts[line] <= command]
         if places and not self.at_reference:
@@ -470,9 +551,12 @@ class _Writer:
                 return []
         starts = self.recipe.script.document.lines
         return [
-            Splice(starts[w.source.line - 1], starts[w.source.line] if w.source.line < len(starts) else len(self.text), "")
-            for w in words if w.source is not None
-        ]  # fmt: skip
+            Splice(
+                starts[w.source.line - 1], starts[w.source.line] if w.source.line < len(starts) else len(self.text), ""
+            )
+            for w in words
+            if w.source is not None
+        ]
 
 
 def _shell_value(value: Any) -> str:

@@ -61,7 +61,9 @@ class AutoModelRecipe:
             facts[path] = self._fact(node)
         for path in [path for path in facts if path.startswith("model.backend")]:
             facts[path.removeprefix("model.")] = facts[path]
-        name_or_path = facts.get("model.pretrained_model_name_or_path") or facts.get("model.config.pretrained_model_name_or_path")
+        name_or_path = facts.get("model.pretrained_model_name_or_path") or facts.get(
+            "model.config.pretrained_model_name_or_path"
+        )
         if name_or_path is not None:
             facts["model.hf_id"] = name_or_path
         facts["num_moe_experts"] = Unknown("it comes from the checkpoint")
@@ -104,7 +106,11 @@ class AutoModelRecipe:
             document = document.without(path) if value is None else document.with_value(path, value)
         recipe = AutoModelRecipe(self.path, self.versions, document)
         after = recipe.run(name).settings
-        stuck = [fact for fact, value in overrides.items() if fact not in skipped and value is not None and not in_effect(after, fact, value)]
+        stuck = [
+            fact
+            for fact, value in overrides.items()
+            if fact not in skipped and value is not None and not in_effect(after, fact, value)
+        ]
         if stuck:
             raise SourceError(f"{self.path}: cannot make {', '.join(stuck)} take effect; set it by hand")
         return recipe, skipped

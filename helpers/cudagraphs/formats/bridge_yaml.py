@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron Bridge configurations as YAML or JSON: the dump that a run writes when it starts, and files of overrides.
 
-A dump (`ConfigContainer.to_yaml`, `logger.save_config_filepath`, `run_config.yaml` in a checkpoint) names the class of every
-section in `_target_`, so what it does not hold has the default. A file of overrides holds some keys only.
+A dump (`ConfigContainer.to_yaml`, `logger.save_config_filepath`, `run_config.yaml` in a checkpoint) names the class of
+every section in `_target_`, so what it does not hold has the default. A file of overrides holds some keys only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from cudagraphs.versions import Versions
 
 RUN = "config"
 SECTIONS = frozenset(
-    "model train ddp optimizer scheduler dataset tokenizer logger checkpoint rng dist mixed_precision comm_overlap peft validation "
+    "model train ddp optimizer scheduler dataset tokenizer logger checkpoint rng dist mixed_precision comm_overlap "
+    "peft validation "
     "rerun_state_machine profiling env_vars inprocess_restart".split()
 )
 
@@ -81,7 +82,9 @@ class BridgeYaml:
         if self.dump or any(name.startswith("dataset.") for name in facts):
             bridge._packing(facts)
         reason = "" if self.dump else "the recipe below these overrides is not read"
-        settings = Settings("megatron-bridge", self.versions, facts, name, str(self.path), complete=self.dump, incomplete_reason=reason)
+        settings = Settings(
+            "megatron-bridge", self.versions, facts, name, str(self.path), complete=self.dump, incomplete_reason=reason
+        )
         return BridgeYamlRun(name, settings)
 
     def _class(self, node: yaml.Node | None) -> str:
@@ -102,7 +105,10 @@ class BridgeYaml:
                 return
             value: Any = member
         elif isinstance(node, yaml.SequenceNode):
-            value = [self._member(item) if self._member(item) is not None else self.document.construct(item) for item in node.value]
+            value = [
+                self._member(item) if self._member(item) is not None else self.document.construct(item)
+                for item in node.value
+            ]
         else:
             value = self.document.construct(node)
         name = override_fact(path)
@@ -142,7 +148,8 @@ class BridgeYaml:
             return self, {}
         if self.dump:
             raise SourceError(
-                f"{self.path}: is the configuration that a run wrote down; change the recipe or the overrides that it came from, "
+                f"{self.path}: is the configuration that a run wrote down; change the recipe or the overrides that "
+                f"it came from, "
                 f"to {', '.join(f'{fact}={value!r}' for fact, value in wanted.items())}"
             )
         document, skipped = self.document, {}
@@ -166,5 +173,9 @@ def looks_like(data: Any) -> bool:
     if str(data.get("_target_", "")).endswith("ConfigContainer"):
         return True
     sections = [name for name in data if name in SECTIONS and isinstance(data[name], dict)]
-    known = [field for field in (data.get("model") or {}) if field in defaults.FIELDS] if isinstance(data.get("model"), dict) else []
+    known = (
+        [field for field in (data.get("model") or {}) if field in defaults.FIELDS]
+        if isinstance(data.get("model"), dict)
+        else []
+    )
     return bool(sections) and (bool(known) or "ddp" in data or "train" in data)

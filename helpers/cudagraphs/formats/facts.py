@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral facts of a run, as JSON or YAML: for plain PyTorch, Transformer Engine, DeepSpeed, or any run described in words.
+"""Neutral facts of a run, as JSON or YAML: for plain PyTorch, Transformer Engine, DeepSpeed, or any run described in
+words.
 
-    {"framework": "pytorch", "name": "my loop", "facts": {"optimizer.type": "AdamW"}, "env": {"NCCL_GRAPH_REGISTER": "0"}}
+    {"framework": "pytorch", "name": "my loop", "facts": {"optimizer.type": "AdamW"}, "env": {"NCCL_GRAPH_REGISTER":
+    "0"}}
 
-Keys: `framework` (one of the names that --framework takes; needed), `name`, `versions` (component to version, below what flags
-give), `facts` (fact name to value, nested or dotted), `env`, `complete` (false: what is not named is unknown, not the default).
-Everything else at the top is a fact too. `impl`, `modules` and `inference_scope` are taken as the graph settings under the
-names of the version.
+Keys: `framework` (one of the names that --framework takes; needed), `name`, `versions` (component to version, below
+what flags give), `facts` (fact name to value, nested or dotted), `env`, `complete` (false: what is not named is
+unknown, not the default). Everything else at the top is a fact too. `impl`, `modules` and `inference_scope` are taken
+as the graph settings under the names of the version.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from cudagraphs.rules.base import MEGATRON
 from cudagraphs.settings import Fact, Known, Settings
 from cudagraphs.versions import DISTRIBUTIONS, VersionError, Versions, parse
 
-FRAMEWORKS = ("megatron-bridge", "megatron-lm", "megatron-core", "nemo-automodel", "transformer-engine", "pytorch", "deepspeed")
+FRAMEWORKS = (
+    "megatron-bridge",
+    "megatron-lm",
+    "megatron-core",
+    "nemo-automodel",
+    "transformer-engine",
+    "pytorch",
+    "deepspeed",
+)
 KEYS = ("framework", "name", "versions", "facts", "env", "complete")
 
 
@@ -46,7 +56,9 @@ class FactsFile:
         self.document = document or YamlFile(path)
         data = self.document.data
         if not isinstance(data, dict):
-            raise SourceError(f"{path}: holds no facts; give a JSON object or a YAML mapping, for example {{\"framework\": \"pytorch\"}}")
+            raise SourceError(
+                f'{path}: holds no facts; give a JSON object or a YAML mapping, for example {{"framework": "pytorch"}}'
+            )
         self.framework = framework or data.get("framework")
         if self.framework not in FRAMEWORKS:
             raise SourceError(f"{path}: framework {data.get('framework')!r} is not one of {', '.join(FRAMEWORKS)}")
@@ -70,7 +82,9 @@ class FactsFile:
         numbers: dict[str, Any] = {}
         for component, text in named.items():
             if component not in DISTRIBUTIONS:
-                raise SourceError(f"{self._where('versions')}: unknown component {component!r}; there are {', '.join(DISTRIBUTIONS)}")
+                raise SourceError(
+                    f"{self._where('versions')}: unknown component {component!r}; there are {', '.join(DISTRIBUTIONS)}"
+                )
             if component in given:
                 continue
             try:
@@ -114,7 +128,11 @@ class FactsFile:
             elif key == "env":
                 found.update({f"env.{name}": value for name, (_, value) in document.entries(node).items()})
             elif key not in KEYS:
-                found.update(document.leaves(node, f"{key}.") if isinstance(node, yaml.MappingNode) and node.value else {key: node})
+                found.update(
+                    document.leaves(node, f"{key}.")
+                    if isinstance(node, yaml.MappingNode) and node.value
+                    else {key: node}
+                )
         return found
 
     def _fact_name(self, path: str) -> str:
@@ -124,7 +142,9 @@ class FactsFile:
         if bare in defaults.FIELDS or bare in defaults.ABSENT:
             return bare
         modules = "cuda_graph_modules" if self.versions.minor >= 18 else "cuda_graph_scope"
-        return {"impl": "cuda_graph_impl", "modules": modules, "inference_scope": "inference_cuda_graph_scope"}.get(path, path)
+        return {"impl": "cuda_graph_impl", "modules": modules, "inference_scope": "inference_cuda_graph_scope"}.get(
+            path, path
+        )
 
     def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["FactsFile", dict[str, str]]:
         """The facts with others in effect: changed where they stand, new ones under `facts`."""

@@ -3,8 +3,8 @@
 
 A dialect turns options into facts, and settings into changes of options. Names and value syntax follow the releases:
 
-* Megatron-LM: megatron/training/arguments.py at core_v0.13.0 to core_v0.19.0. From 0.16 most options are generated from the
-  fields of TransformerConfig: `--field-name`, `--no-field-name` for a field that is True by default.
+* Megatron-LM: megatron/training/arguments.py at core_v0.13.0 to core_v0.19.0. From 0.16 most options are generated from
+  the fields of TransformerConfig: `--field-name`, `--no-field-name` for a field that is True by default.
 * The performance harness: scripts/performance/argument_parser.py and utils/overrides.py of NVIDIA-NeMo/Megatron-Bridge.
 * Hydra overrides: megatron/bridge/training/utils/omegaconf_utils.py; `key.path=value`, with `+`, `++` or `~` in front.
 """
@@ -28,7 +28,8 @@ HARNESS_IMPLS = ("none", "local", "transformer_engine")
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the options: what is called `names` goes, or the option `name` gets `values` (none for a bare flag).
+    """One change of the options: what is called `names` goes, or the option `name` gets `values` (none for a bare
+    flag).
 
     `override` is true for a Hydra override, whose one value stands behind `=`.
     """
@@ -68,7 +69,7 @@ def pattern(text: str) -> Any:
     return items
 
 
-# -- Megatron-LM ------------------------------------------------------------------------------------------------------------------
+# -- Megatron-LM -----------------------------------------------------------------------------------
 
 TRUE, FALSE = object(), object()
 # option -> (facts, how its values are read): TRUE and FALSE for bare flags, else a function of the texts
@@ -76,7 +77,10 @@ LM_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "num-experts": (("num_moe_experts",), lambda texts: scalar(texts[0])),
     "disable-bias-linear": (("add_bias_linear",), FALSE),
     "no-gradient-accumulation-fusion": (("gradient_accumulation_fusion",), FALSE),
-    "no-check-for-nan-in-loss-and-grad": (("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad"), FALSE),
+    "no-check-for-nan-in-loss-and-grad": (
+        ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad"),
+        FALSE,
+    ),
     "te-rng-tracker": (("rng.te_rng_tracker", "use_te_rng_tracker", "model.use_te_rng_tracker"), TRUE),
     "inference-rng-tracker": (("rng.inference_rng_tracker", "inference_rng_tracker"), TRUE),
     "recompute-activations": (("recompute_granularity",), lambda texts: "selective"),
@@ -108,29 +112,53 @@ LM_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "hybrid-override-pattern": (("model.hybrid_override_pattern",), lambda texts: texts[0]),
 }
 # Fields whose option takes any number of values.
-LM_LISTS = frozenset({"recompute_modules", "offload_modules", "cuda_graph_modules", "cp_comm_type", "hierarchical_context_parallel_sizes"})
+LM_LISTS = frozenset(
+    {
+        "recompute_modules",
+        "offload_modules",
+        "cuda_graph_modules",
+        "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
+    }
+)
 # Fields without an option of their own. Source: the exclusions of _add_network_size_args.
 LM_NO_OPTION = frozenset(
     (
         "virtual_pipeline_model_parallel_size params_dtype enable_autocast autocast_dtype tp_comm_overlap_disable_qkv "
-        "tp_comm_overlap_disable_fc1 pipeline_dtype variable_seq_lengths batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs "
-        "cpu_offloading cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering softmax_scale "
+        "tp_comm_overlap_disable_fc1 pipeline_dtype variable_seq_lengths batch_p2p_comm batch_p2p_sync "
+        "deallocate_pipeline_outputs "
+        "cpu_offloading cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering "
+        "softmax_scale "
         "gated_linear_unit bias_activation_fusion test_mode memory_efficient_layer_norm fused_single_qkv_rope "
         "fp8_dot_product_attention fp8_multi_head_attention moe_token_dropping cuda_graph_use_single_mempool "
-        "cuda_graph_retain_backward_graph disable_parameter_transpose_cache gtp_weight_remat_size expert_gtp_weight_remat_size"
+        "cuda_graph_retain_backward_graph disable_parameter_transpose_cache gtp_weight_remat_size "
+        "expert_gtp_weight_remat_size"
     ).split()
 )
 # What a run without the option holds where that is not the default of TransformerConfig or of the sections.
-LM_DEFAULTS = {"gradient_accumulation_fusion": True, "ddp.check_for_nan_in_grad": True, "rerun_state_machine.check_for_nan_in_loss": True}
-# What --use-checkpoint-args takes from the checkpoint over the command line, as far as rules and recommendations ask for it.
+LM_DEFAULTS = {
+    "gradient_accumulation_fusion": True,
+    "ddp.check_for_nan_in_grad": True,
+    "rerun_state_machine.check_for_nan_in_loss": True,
+}
+# What --use-checkpoint-args takes from the checkpoint over the command line, as far as rules and recommendations ask
+# for it.
 # Source: load_args_from_checkpoint in megatron/training/checkpointing.py.
 FROM_CHECKPOINT = (
-    "add_bias_linear", "add_qkv_bias", "attention_dropout", "hidden_dropout", "num_moe_experts", "moe_layer_freq", "mtp_num_layers",
-    "moe_shared_expert_intermediate_size", "hybrid_layer_pattern",
-)  # fmt: skip
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_dropout",
+    "hidden_dropout",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "mtp_num_layers",
+    "moe_shared_expert_intermediate_size",
+    "hybrid_layer_pattern",
+)
 LM_MARKS = frozenset(
     (
-        "num-layers hidden-size micro-batch-size tensor-model-parallel-size pipeline-model-parallel-size use-mcore-models "
+        "num-layers hidden-size micro-batch-size tensor-model-parallel-size pipeline-model-parallel-size "
+        "use-mcore-models "
         "cuda-graph-impl cuda-graph-scope cuda-graph-modules enable-cuda-graph external-cuda-graph transformer-impl "
         "num-attention-heads seq-length train-iters global-batch-size use-checkpoint-args"
     ).split()
@@ -148,7 +176,9 @@ class MegatronLM:
         self.fields = defaults.field_names(versions.minor)
 
     def facts(self, options: list[Option]) -> tuple[dict[str, Fact], str]:
-        """The facts that the options settle, and why others stay unknown ("" where what is absent holds its default)."""
+        """The facts that the options settle, and why others stay unknown ("" where what is absent holds its
+        default).
+        """
         entries: dict[str, list[tuple[tuple[Side, ...], Fact]]] = {}
         for option in options:
             for name, fact in self._of(option):
@@ -219,14 +249,18 @@ class MegatronLM:
                 facts[name] = Known(True, impl.source, "inferred")
 
     def _virtual(self, option: Option, facts: dict[str, Fact]) -> Fact:
-        numbers = [self._value(option, _one), facts.get("num_layers"), facts.get("pipeline_model_parallel_size") or Known(1)]
+        numbers = [
+            self._value(option, _one),
+            facts.get("num_layers"),
+            facts.get("pipeline_model_parallel_size") or Known(1),
+        ]
         if all(isinstance(n, Known) and isinstance(n.value, int) and n.value > 0 for n in numbers):
             per_stage, layers, stages = (n.value for n in numbers)  # type: ignore[union-attr]
             size = layers // stages // per_stage
             return Known(size if size > 1 else None, option.word.source)
         return Unknown("it follows from --num-layers and the pipeline's size, which are not known", option.word.source)
 
-    # -- writing --------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def changes(self, wanted: Mapping[str, Any], facts: Mapping[str, Fact]) -> tuple[list[Change], dict[str, str]]:
         changes: list[Change] = []
@@ -245,7 +279,11 @@ class MegatronLM:
             if fact in facts and option not in ("recompute-activations", "step-batch-size-schedule", "use-custom-fsdp"):
                 return self._known_option(option, fact, kind, value)
         if fact not in self.fields:
-            raise Skip(f"megatron-core 0.{self.versions.minor} has no {fact}" if fact in defaults.FIELDS else "Megatron-LM has no argument for it")
+            raise Skip(
+                f"megatron-core 0.{self.versions.minor} has no {fact}"
+                if fact in defaults.FIELDS
+                else "Megatron-LM has no argument for it"
+            )
         if fact in LM_NO_OPTION:
             raise Skip("Megatron-LM has no argument for it")
         option = fact.replace("_", "-")
@@ -277,7 +315,10 @@ class MegatronLM:
         removed = [Change("step-batch-size-schedule", remove=True)] if fact == "train.rampup_batch_size" else []
         if value is None:
             return [*removed, Change(option, remove=True)]
-        return [*removed, Change(option, tuple(str(item) for item in value) if isinstance(value, (list, tuple)) else (str(value),))]
+        return [
+            *removed,
+            Change(option, tuple(str(item) for item in value) if isinstance(value, (list, tuple)) else (str(value),)),
+        ]
 
 
 def _one(texts: list[str]) -> Any:
@@ -294,7 +335,7 @@ def _without(word: Word, guards: tuple[Side, ...]) -> Word:
     return replace(word, guards=tuple(side for side in word.guards if side not in guards))
 
 
-# -- Hydra overrides and the performance harness ------------------------------------------------------------------------------------
+# -- Hydra overrides and the performance harness ---------------------------------------------------
 
 
 def hydra_value(text: str) -> Any:
@@ -357,7 +398,9 @@ class Hydra:
         entries = override_entries(options)
         facts = {name: fold(found, _BELOW) for name, found in entries.items()}
         _copied(facts)
-        recipe = next((o.values[0].text for o in options if o.name in ("recipe", "model_recipe_name") and o.values), None)
+        recipe = next(
+            (o.values[0].text for o in options if o.name in ("recipe", "model_recipe_name") and o.values), None
+        )
         return facts, f"the recipe {recipe or 'below the overrides'} is not read"
 
     def changes(self, wanted: Mapping[str, Any], facts: Mapping[str, Fact]) -> tuple[list[Change], dict[str, str]]:
@@ -437,12 +480,34 @@ HARNESS_OPTIONS: dict[str, tuple[str, Callable[[list[str]], Any]]] = {
     "compute_dtype": ("harness.compute_dtype", _one),
     "gpu": ("harness.gpu", _one),
 }
-HARNESS_SHORT = {"m": "model_family_name", "mr": "model_recipe_name", "g": "gpu", "c": "compute_dtype", "tp": "tensor_model_parallel_size",
-                 "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size", "vp": "virtual_pipeline_model_parallel_size",
-                 "ep": "expert_model_parallel_size", "et": "expert_tensor_parallel_size", "mb": "micro_batch_size",
-                 "gb": "global_batch_size", "rl": "recompute_num_layers", "ol": "activation_offload_layers", "ce": "custom_env_vars",
-                 "E": "env"}  # fmt: skip
-HARNESS_MARKS = frozenset({"cuda_graph_impl", "cuda_graph_scope", "model_recipe_name", "model_family_name", "compute_dtype", "moe_a2a_overlap"})
+HARNESS_SHORT = {
+    "m": "model_family_name",
+    "mr": "model_recipe_name",
+    "g": "gpu",
+    "c": "compute_dtype",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "et": "expert_tensor_parallel_size",
+    "mb": "micro_batch_size",
+    "gb": "global_batch_size",
+    "rl": "recompute_num_layers",
+    "ol": "activation_offload_layers",
+    "ce": "custom_env_vars",
+    "E": "env",
+}
+HARNESS_MARKS = frozenset(
+    {
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+        "model_recipe_name",
+        "model_family_name",
+        "compute_dtype",
+        "moe_a2a_overlap",
+    }
+)
 
 
 class Harness:
@@ -541,7 +606,9 @@ class Harness:
         more, reasons = Hydra(self.versions).changes(wanted, facts)
         return [*changes, *more], {**skipped, **reasons}
 
-    def _graph_changes(self, wanted: dict[str, Any], facts: Mapping[str, Fact], skipped: dict[str, str]) -> list[Change]:
+    def _graph_changes(
+        self, wanted: dict[str, Any], facts: Mapping[str, Fact], skipped: dict[str, str]
+    ) -> list[Change]:
         """Take the graph settings out of `wanted`, as far as the two options express them."""
         field = "cuda_graph_modules" if self.versions.minor >= 18 else "cuda_graph_scope"
         if not {"cuda_graph_impl", field} & set(wanted):
@@ -559,7 +626,9 @@ class Harness:
         if modules and all(name in HARNESS_SCOPES for name in modules):
             return [*changes, Change("cuda_graph_scope", (",".join(map(str, modules)),))]
         if modules is not None:
-            skipped[field] = "the performance scripts have no scope for the whole layer: --cuda_graph_scope needs a name"
+            skipped[field] = (
+                "the performance scripts have no scope for the whole layer: --cuda_graph_scope needs a name"
+            )
         return changes
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files with a MODEL_ARGS block of Megatron-LM arguments and an ENV_VARS block, as Megatron-LM's functional tests have.
+"""YAML files with a MODEL_ARGS block of Megatron-LM arguments and an ENV_VARS block, as Megatron-LM's functional tests
+have.
 
-Source: tests/functional_tests/shell_test_utils/_run_training.sh of NVIDIA/Megatron-LM: `true` makes a bare option, a value in
-square brackets is several words, one in parentheses or with spaces is one word, and `${NAME}` comes from the environment.
-"""
+Source: tests/functional_tests/shell_test_utils/_run_training.sh of NVIDIA/Megatron-LM: `true` makes a bare option, a
+value in square brackets is several words, one in parentheses or with spaces is one word, and `${NAME}` comes from the
+environment."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ class ModelArgs:
 
     def candidates(self) -> list[str]:
         entries = self.document.entries(self.document.root)
-        return [name for name, (_, value) in entries.items() if BLOCK.fullmatch(name) and isinstance(value, yaml.MappingNode)]
+        return [
+            name
+            for name, (_, value) in entries.items()
+            if BLOCK.fullmatch(name) and isinstance(value, yaml.MappingNode)
+        ]
 
     def select(self, patterns: list[str], everything: bool = False) -> list[str]:
         return pick(self.path, self.candidates(), patterns, everything, "MODEL_ARGS block")
@@ -61,14 +66,17 @@ class ModelArgs:
 
     def run(self, name: str) -> ModelArgsRun:
         options = [
-            self._option(key, value) for key, value in self.document.entries(self.document.node([name])).values()
+            self._option(key, value)
+            for key, value in self.document.entries(self.document.node([name])).values()
             if isinstance(key, yaml.ScalarNode) and key.value.startswith("--")
-        ]  # fmt: skip
+        ]
         facts, _ = self.dialect.facts(options)
         for variable, (_, node) in self.document.entries(self.document.node(["ENV_VARS"])).items():
             text = node.value if isinstance(node, yaml.ScalarNode) else ""
             source = self.document.source(node)
-            facts[f"env.{variable}"] = Unknown("it comes from the environment", source) if "${" in text else Known(text, source)
+            facts[f"env.{variable}"] = (
+                Unknown("it comes from the environment", source) if "${" in text else Known(text, source)
+            )
         return ModelArgsRun(name, Settings("megatron-lm", self.versions, facts, name, str(self.path)), options)
 
     def _option(self, key: yaml.Node, node: yaml.Node) -> Option:
@@ -81,9 +89,11 @@ class ModelArgs:
         else:
             texts = []
         values = [
-            Word(None, source, reason=f"{text} comes from the environment") if re.search(r"\$\{?\w", text) else Word(text, source)
+            Word(None, source, reason=f"{text} comes from the environment")
+            if re.search(r"\$\{?\w", text)
+            else Word(text, source)
             for text in texts
-        ]  # fmt: skip
+        ]
         return Option(key.value.lstrip("-"), word, values)
 
     def _words(self, node: yaml.ScalarNode) -> list[str]:
@@ -105,7 +115,11 @@ class ModelArgs:
             document = self._apply(document, name, change)
         for variable, value in variables.items():
             path = ["ENV_VARS", variable]
-            document = document.without(path) if value is None else document.with_value(path, _loaded(str(value)), _env_text(str(value)))
+            document = (
+                document.without(path)
+                if value is None
+                else document.with_value(path, _loaded(str(value)), _env_text(str(value)))
+            )
         recipe = ModelArgs(self.path, self.versions, document)
         after = recipe.run(name).settings
         stuck = [k for k, v in overrides.items() if k not in skipped and not in_effect(after, k, v)]
@@ -115,7 +129,11 @@ class ModelArgs:
 
     def _apply(self, document: YamlFile, block: str, change: Change) -> YamlFile:
         wanted = change.name.replace("-", "_")
-        same = [key for key in document.entries(document.node([block])) if key.lstrip("-").replace("-", "_") == wanted and key.startswith("--")]
+        same = [
+            key
+            for key in document.entries(document.node([block]))
+            if key.lstrip("-").replace("-", "_") == wanted and key.startswith("--")
+        ]
         if change.remove:
             for key in same:
                 document = document.without([block, key])

@@ -16,17 +16,25 @@ WHOLE_LAYER = (None, "full", [], ())
 
 
 def pick(path: Path, candidates: list[str], patterns: list[str], everything: bool, what: str) -> list[str]:
-    """The candidates that names or globs pick, all of them, or the only one. Raises SourceError where that is not decided."""
+    """The candidates that names or globs pick, all of them, or the only one.
+
+    Raises SourceError where that is not decided.
+    """
     if not candidates:
         raise SourceError(f"{path}: holds no {what}")
     if patterns:
         for pattern in patterns:
             if not fnmatch.filter(candidates, pattern):
-                raise SourceError(f"{path}: no {what} matches --function {pattern!r}; there are: {', '.join(candidates)}")
+                raise SourceError(
+                    f"{path}: no {what} matches --function {pattern!r}; there are: {', '.join(candidates)}"
+                )
         return [name for name in candidates if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if len(candidates) > 1 and not everything:
         listed = "\n".join(f"  {name}" for name in candidates)
-        raise SourceError(f"{path}: {len(candidates)} times {what}; pick with --function NAME (repeatable, globs allowed) or --all:\n{listed}")
+        raise SourceError(
+            f"{path}: {len(candidates)} times {what}; pick with --function NAME (repeatable, globs allowed) or "
+            f"--all:\n{listed}"
+        )
     return candidates
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch scripts, read without running them: a parser for the part of bash that such scripts are written in.
 
-`parse` gives the commands of a script, every word with its place in the text. `cudagraphs.formats.shell_run` follows them.
-What the parser does not know (process substitution, coprocesses) it reads as plain words; it never fails on odd text, and a
-word that cannot be worked out is marked so.
+`parse` gives the commands of a script, every word with its place in the text. `cudagraphs.formats.shell_run` follows
+them. What the parser does not know (process substitution, coprocesses) it reads as plain words; it never fails on odd
+text, and a word that cannot be worked out is marked so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Literal:
 
 @dataclass(frozen=True)
 class Variable:
-    """`$NAME` or `${NAME...}`. `operator` and `operand` are those of `${NAME:-operand}`; `each` is true for `[@]` and `[*]`."""
+    """`$NAME` or `${NAME...}`.
+
+    `operator` and `operand` are those of `${NAME:-operand}`; `each` is true for `[@]` and `[*]`.
+    """
 
     name: str
     quoted: bool
@@ -91,7 +94,10 @@ class Heredoc:
 
 @dataclass
 class If:
-    """`branches` are pairs of a condition (its commands, its text, its offset) and a body; `otherwise` is the else part."""
+    """`branches` are pairs of a condition (its commands, its text, its offset) and a body.
+
+    `otherwise` is the else part.
+    """
 
     branches: list[tuple[list["Node"], str, int, list["Node"]]]
     otherwise: list["Node"]
@@ -165,7 +171,7 @@ class _Parser:
         self.text, self.at, self.end = text, start, end
         self.pending: list[tuple[Command, str, bool, bool]] = []
 
-    # -- characters -----------------------------------------------------------------------------------------------------------
+    # -- characters --------------------------------------------------------------------------------
 
     def peek(self, length: int = 1) -> str:
         return self.text[self.at : min(self.at + length, self.end)]
@@ -204,7 +210,7 @@ class _Parser:
     def operator(self) -> str:
         return next((op for op in OPERATORS if self.text.startswith(op, self.at) and self.at < self.end), "")
 
-    # -- commands -------------------------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def program(self) -> list[Node]:
         nodes: list[Node] = []
@@ -251,9 +257,9 @@ class _Parser:
                 return
 
     def reserved(self) -> str:
-        match = re.compile(r"(if|then|elif|else|fi|for|select|while|until|do|done|case|esac|function|[{}!])(?=[\s;&|()]|$)").match(
-            self.text, self.at, self.end
-        )
+        match = re.compile(
+            r"(if|then|elif|else|fi|for|select|while|until|do|done|case|esac|function|[{}!])(?=[\s;&|()]|$)"
+        ).match(self.text, self.at, self.end)
         return match.group(1) if match else ""
 
     def and_or(self) -> Node | None:
@@ -453,7 +459,11 @@ class _Parser:
         if not command.words:
             return True
         first = command.words[0].parts
-        return len(first) == 1 and isinstance(first[0], Literal) and first[0].text in ("export", "declare", "local", "readonly", "typeset")
+        return (
+            len(first) == 1
+            and isinstance(first[0], Literal)
+            and first[0].text in ("export", "declare", "local", "readonly", "typeset")
+        )
 
     def redirection(self, command: Command) -> bool:
         match = re.compile(r"(\d*|\{\w+\}|&)(<<<|<<-|<<|>>|>\||>&|<&|<>|>|<)").match(self.text, self.at, self.end)
@@ -500,7 +510,7 @@ class _Parser:
             value = Word((Opaque("an element of an array", False, start),), start, self.at)
         return Assignment(name, append, value or Word((), self.at, self.at), None, start, self.at)
 
-    # -- words ----------------------------------------------------------------------------------------------------------------
+    # -- words -------------------------------------------------------------------------------------
 
     def word(self) -> Word | None:
         start, parts = self.at, []
@@ -584,7 +594,9 @@ class _Parser:
             return Opaque(self.text[start : self.at], quoted, start)
         if following == "{":
             return self.braces(quoted)
-        match = NAME.match(self.text, self.at + 1, self.end) or re.compile(r"[0-9@*#?$!_-]").match(self.text, self.at + 1, self.end)
+        match = NAME.match(self.text, self.at + 1, self.end) or re.compile(r"[0-9@*#?$!_-]").match(
+            self.text, self.at + 1, self.end
+        )
         if match:
             self.at = match.end()
             return Variable(match.group(), quoted, start, self.at, each=match.group() in "@*")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a launch script without running it: what every command is called with, and in which environment.
 
-Variables, arrays, functions, `source`d files and here-documents are followed. Where a condition depends on something outside
-of the script (an environment variable, an argument, the file system), both sides are kept, and what differs carries the side
-that it belongs to. A variable that the script gives a default (`${TP:-1}`) holds the default.
+Variables, arrays, functions, `source`d files and here-documents are followed. Where a condition depends on something
+outside of the script (an environment variable, an argument, the file system), both sides are kept, and what differs
+carries the side that it belongs to. A variable that the script gives a default (`${TP:-1}`) holds the default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ from itertools import product
 from pathlib import Path
 
 from cudagraphs.formats import shell
-from cudagraphs.formats.shell import AndOr, Assignment, Case, Command, Function, Group, If, Literal, Loop, Node, Opaque, Part, Variable
+from cudagraphs.formats.shell import (
+    AndOr,
+    Assignment,
+    Case,
+    Command,
+    Function,
+    If,
+    Literal,
+    Loop,
+    Node,
+    Opaque,
+    Part,
+    Variable,
+)
 from cudagraphs.formats.words import Side, Word
 from cudagraphs.settings import Branch, Source
 
@@ -51,7 +64,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a value. `text` is None where only running the script can tell; `start` is its place in the document.
+    """A stretch of a value. `text` is None where only running the script can tell; `start` is its place in the
+    document.
 
     `soft` text is a default that the environment may replace.
     """
@@ -89,7 +103,10 @@ Value = Scalar | Array
 
 @dataclass
 class Invocation:
-    """One command of the script with what it is called with. `environment` holds exported variables and assignments in front."""
+    """One command of the script with what it is called with.
+
+    `environment` holds exported variables and assignments in front.
+    """
 
     words: list[Word]
     environment: dict[str, list[Word]]
@@ -136,7 +153,7 @@ class Run:
         """Exported variables where the script ends."""
         return _environment(self.state)
 
-    # -- statements -----------------------------------------------------------------------------------------------------------
+    # -- statements --------------------------------------------------------------------------------
 
     def _collect(self, nodes: list[Node], document: Document, state: State) -> State:
         for node in nodes:
@@ -151,12 +168,27 @@ class Run:
         if isinstance(node, If):
             return self._if(node, document, state)
         if isinstance(node, AndOr):
-            left = self._node(node.left, document, state) if not isinstance(node.left, Command) or not self._is_test(node.left) else state
+            left = (
+                self._node(node.left, document, state)
+                if not isinstance(node.left, Command) or not self._is_test(node.left)
+                else state
+            )
             truth, default = self._truth(node.left, document, left)
-            return self._fork(truth, default, node.text, document.source(node.start), document, left, [node.right] if node.on else [], [] if node.on else [node.right])
+            return self._fork(
+                truth,
+                default,
+                node.text,
+                document.source(node.start),
+                document,
+                left,
+                [node.right] if node.on else [],
+                [] if node.on else [node.right],
+            )
         if isinstance(node, Loop):
             if node.variable:
-                state.variables[node.variable] = Scalar((Piece(None, document, 0, literal=False, reason="it is the variable of a loop"),))
+                state.variables[node.variable] = Scalar(
+                    (Piece(None, document, 0, literal=False, reason="it is the variable of a loop"),)
+                )
             return self._collect(node.body, document, state)
         if isinstance(node, Case):
             return self._case(node, document, state, 0)
@@ -172,7 +204,9 @@ class Run:
         truth, default = self._truth(condition[0], document, state) if len(condition) == 1 else (None, None)
         rest = If(node.branches[index + 1 :], node.otherwise)
         has_rest = bool(rest.branches or rest.otherwise)
-        return self._fork(truth, default, text, document.source(start), document, state, body, [rest] if has_rest else [])
+        return self._fork(
+            truth, default, text, document.source(start), document, state, body, [rest] if has_rest else []
+        )
 
     def _case(self, node: Case, document: Document, state: State, index: int) -> State:
         if index == len(node.arms):
@@ -187,9 +221,16 @@ class Run:
         return self._fork(None if soft else matches, matches, text, document.source(start), document, state, body, rest)
 
     def _fork(
-        self, truth: bool | None, default: bool | None, text: str, source: Source, document: Document, state: State,
-        body: list[Node], otherwise: list[Node],
-    ) -> State:  # fmt: skip
+        self,
+        truth: bool | None,
+        default: bool | None,
+        text: str,
+        source: Source,
+        document: Document,
+        state: State,
+        body: list[Node],
+        otherwise: list[Node],
+    ) -> State:
         """Follow one side where the condition is decided, else both, and join what they leave behind."""
         if truth is not None:
             return self._collect(body if truth else otherwise, document, state)
@@ -221,7 +262,9 @@ class Run:
             for assignment in node.assignments:
                 self._assign(assignment, document, state)
             if name == "export" or (declares and any(word.text == "-x" for word in words)):
-                names = [a.name for a in node.assignments] + [w.text for w in words[1:] if w.text and shell.NAME.fullmatch(w.text)]
+                names = [a.name for a in node.assignments] + [
+                    w.text for w in words[1:] if w.text and shell.NAME.fullmatch(w.text)
+                ]
                 state.exported = state.exported | frozenset(names)
             return state
         inner = state.copy()
@@ -292,11 +335,16 @@ class Run:
 
     def _invoke(self, words: list[Word], node: Command, document: Document, state: State) -> None:
         self.invocations.append(
-            Invocation([_guarded(word, self.guards) for word in words], _environment(state), node.start, node.end, document)
+            Invocation(
+                [_guarded(word, self.guards) for word in words], _environment(state), node.start, node.end, document
+            )
         )
 
     def _invoke_string(self, item: Item, node: Command, document: Document, state: State) -> None:
-        """A command that another one (bash -c, srun, eval) is given as a string: split at white space, ended by `;` or `&&`."""
+        """A command that another one (bash -c, srun, eval) is given as a string.
+
+        Split at white space, ended by `;` or `&&`.
+        """
         words: list[Word] = []
         for part in _split_item(item):
             for word in words_of(part, None):
@@ -313,18 +361,25 @@ class Run:
         if words:
             self._invoke(words, node, document, state)
 
-    # -- words ----------------------------------------------------------------------------------------------------------------
+    # -- words -------------------------------------------------------------------------------------
 
     def _made(self, items: list[Item], word: shell.Word, document: Document) -> list[Word]:
         reference = (word.start, word.end) if len(items) == 1 and document.main else None
         return [made for item in items for made in words_of(item, reference or item.reference)]
 
     def _fields(self, parts: tuple[Part, ...], document: Document, state: State) -> list[Item]:
-        """What a word expands to: splits at white space in unquoted expansions, one item for each element of `"${A[@]}"`."""
+        """What a word expands to.
+
+        Splits at white space in unquoted expansions, one item for each element of `"${A[@]}"`.
+        """
         if len(parts) == 1 and isinstance(parts[0], Variable) and parts[0].each:
             value = state.variables.get(parts[0].name)
             if isinstance(value, Array):
-                return list(value.items) if parts[0].quoted else [split for item in value.items for split in _split_item(item)]
+                return (
+                    list(value.items)
+                    if parts[0].quoted
+                    else [split for item in value.items for split in _split_item(item)]
+                )
             if parts[0].name in ("@", "*"):
                 return []  # the script is read as called without arguments
         done: list[list[Piece]] = []
@@ -357,7 +412,15 @@ class Run:
                 pieces.append(Piece(part.text, document, part.start))
             elif isinstance(part, Opaque):
                 shown = " ".join(part.text.split())[:60]
-                pieces.append(Piece(None, document, part.start, literal=False, reason=f"`{shown}` is only known when the script runs"))
+                pieces.append(
+                    Piece(
+                        None,
+                        document,
+                        part.start,
+                        literal=False,
+                        reason=f"`{shown}` is only known when the script runs",
+                    )
+                )
             else:
                 pieces += self._variable(part, document, state)
         return pieces
@@ -383,10 +446,12 @@ class Run:
         if pieces is None:
             if part.name in ("@", "*"):
                 return []
-            return [Piece(None, document, part.start, literal=False, reason=f"${part.name} is set outside of the script")]
+            return [
+                Piece(None, document, part.start, literal=False, reason=f"${part.name} is set outside of the script")
+            ]
         return pieces
 
-    # -- conditions -----------------------------------------------------------------------------------------------------------
+    # -- conditions --------------------------------------------------------------------------------
 
     def _is_test(self, node: Node) -> bool:
         if not isinstance(node, Command) or not node.words or not node.words[0].parts:
@@ -412,7 +477,10 @@ class Run:
         return (None if soft else answer), answer
 
     def _plain(self, pieces: list[Piece], unset: str | None = None) -> tuple[str | None, bool]:
-        """The text of pieces, None where a side or the environment decides it; and whether the environment may change it."""
+        """The text of pieces, None where a side or the environment decides it.
+
+        And whether the environment may change it.
+        """
         soft, texts = False, []
         for piece in pieces:
             if piece.text is None and unset is not None and piece.reason.endswith("is set outside of the script"):
@@ -460,11 +528,18 @@ def _test(words: list[str | None]) -> bool | None:
             left, right = int(texts[0]), int(texts[2])
         except ValueError:
             return None
-        answer = {"-eq": left == right, "-ne": left != right, "-gt": left > right, "-ge": left >= right, "-lt": left < right, "-le": left <= right}[texts[1]]
+        answer = {
+            "-eq": left == right,
+            "-ne": left != right,
+            "-gt": left > right,
+            "-ge": left >= right,
+            "-lt": left < right,
+            "-le": left <= right,
+        }[texts[1]]
     return answer if answer is None or not negate else not answer
 
 
-# -- values -----------------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def _is_command_line(item: Item) -> bool:
@@ -552,7 +627,16 @@ def words_of(item: Item, reference: tuple[int, int] | None) -> list[Word]:
         return [_word(pieces, shared, reference)]
     branches = list(dict.fromkeys(branch for piece in pieces for branch, _ in piece.guards))
     if len(branches) > MAX_SIDES:
-        return [Word(None, pieces[0].document.source(pieces[0].start), item.guards, "it depends on too many conditions", None, reference)]
+        return [
+            Word(
+                None,
+                pieces[0].document.source(pieces[0].start),
+                item.guards,
+                "it depends on too many conditions",
+                None,
+                reference,
+            )
+        ]
     words = []
     for sides in product((True, False), repeat=len(branches)):
         world = dict(zip(branches, sides))

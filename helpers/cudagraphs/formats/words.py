@@ -18,10 +18,11 @@ OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)+)(=|$)")
 
 @dataclass(frozen=True)
 class Word:
-    """One word. `text` is None where it is not known, with the reason in `reason`; `guards` are the sides it stands under.
+    """One word. `text` is None where it is not known, with the reason in `reason`; `guards` are the sides it stands
+    under.
 
-    `span` is where exactly this text stands in the file; `reference` is the word of the file that brings it, where that word
-    brings nothing else (a variable). Both count characters, and are None where there is no such place.
+    `span` is where exactly this text stands in the file; `reference` is the word of the file that brings it, where that
+    word brings nothing else (a variable). Both count characters, and are None where there is no such place.
     """
 
     text: str | None
@@ -34,7 +35,8 @@ class Word:
 
 @dataclass
 class Option:
-    """An option with the words behind it. `inline` is the value after `=` in the option's own word, None where there is none.
+    """An option with the words behind it. `inline` is the value after `=` in the option's own word, None where there is
+    none.
 
     `name` is without dashes. An override (`model.x=1`) is an option too, with its dotted path as the name.
     """
@@ -55,7 +57,10 @@ class Option:
 
 
 def group(words: Iterable[Word], overrides: bool = False) -> list[Option]:
-    """Options in order. Words in front of the first option are left out; with `overrides`, `a.b=c` is one of its own."""
+    """Options in order. Words in front of the first option are left out.
+
+    With `overrides`, `a.b=c` is one of its own.
+    """
     options: list[Option] = []
     for word in words:
         text = word.text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML files as data with places, and edits that keep every other byte.
 
-Values are found with `yaml.compose`, whose marks count characters. An edit replaces, inserts or removes one entry; afterwards
-the text is loaded again, and the data must differ from before at that entry only.
+Values are found with `yaml.compose`, whose marks count characters. An edit replaces, inserts or removes one entry;
+afterwards the text is loaded again, and the data must differ from before at that entry only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class YamlFile:
         self.file = file or load(path)
         self.text = self.file.text
         try:
-            # libyaml's marks differ in places from those of the pure Python loader, whose data it gives ten times as fast
+            # libyaml's marks differ in places from those of the pure Python loader, whose data it gives ten times as
+            # fast
             self.data = yaml.load(self.text, Loader=LOADER)
             self.root = None if self.data is None else yaml.compose(self.text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
@@ -36,12 +37,17 @@ class YamlFile:
             place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
             raise SourceError(f"{place}: not valid YAML ({error.problem or error.context}); mend the line") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise SourceError(f"{path}: not valid YAML ({str(error).splitlines()[0] if str(error) else type(error).__name__})") from None
+            raise SourceError(
+                f"{path}: not valid YAML ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            ) from None
 
-    # -- reading --------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def entries(self, node: yaml.Node | None) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-        """Key and value nodes of a mapping by key, merged mappings (`<<`) included; of two equal keys the last counts."""
+        """Key and value nodes of a mapping by key, merged mappings (`<<`) included.
+
+        Of two equal keys the last counts.
+        """
         found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         if not isinstance(node, yaml.MappingNode):
             return found
@@ -60,7 +66,11 @@ class YamlFile:
         """The entries that stand in the mapping itself."""
         if not isinstance(node, yaml.MappingNode):
             return {}
-        return {k.value: (k, v) for k, v in node.value if isinstance(k, yaml.ScalarNode) and k.tag != "tag:yaml.org,2002:merge"}
+        return {
+            k.value: (k, v)
+            for k, v in node.value
+            if isinstance(k, yaml.ScalarNode) and k.tag != "tag:yaml.org,2002:merge"
+        }
 
     def node(self, path: Sequence[str]) -> yaml.Node | None:
         node: yaml.Node | None = self.root
@@ -95,10 +105,11 @@ class YamlFile:
             else:
                 yield path, value
 
-    # -- writing --------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def with_value(self, path: Sequence[str], value: Any, text: str | None = None) -> "YamlFile":
-        """The file with `value` at `path`; mappings on the way are made where they are missing. `text` is how it is written.
+        """The file with `value` at `path`; mappings on the way are made where they are missing. `text` is how it is
+        written.
 
         Raises SourceError where the edit would change anything else, or something on the way is no mapping.
         """
@@ -109,20 +120,30 @@ class YamlFile:
             if part not in own:
                 if part in inherited and depth < len(path) - 1:
                     raise SourceError(
-                        f"{self.source(inherited[part][0])}: {'.'.join(path[: depth + 1])} comes from a merged mapping; "
+                        f"{self.source(inherited[part][0])}: {'.'.join(path[: depth + 1])} comes from a merged "
+                        f"mapping; "
                         "write it out where it is used, then run again"
                     )
                 splice = self._insertion(parent, list(path[:depth]), list(path[depth:]), written)
                 return self._checked([splice], path, value)
             key, node = own[part]
             if depth == len(path) - 1:
-                if isinstance(node, yaml.SequenceNode) and not node.flow_style and isinstance(value, list) and value and text is None:
+                if (
+                    isinstance(node, yaml.SequenceNode)
+                    and not node.flow_style
+                    and isinstance(value, list)
+                    and value
+                    and text is None
+                ):
                     return self._checked([self._items(node, value)], path, value)
                 return self._checked(self._replacement(key, node, written), path, value)
             if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null"):
                 return self._checked(self._below_null(key, node, list(path[depth + 1 :]), written), path, value)
             if not isinstance(node, yaml.MappingNode):
-                raise SourceError(f"{self.source(node)}: {'.'.join(path[: depth + 1])} is no mapping, so {path[depth + 1]} cannot be set in it")
+                raise SourceError(
+                    f"{self.source(node)}: {'.'.join(path[: depth + 1])} is no mapping, so {path[depth + 1]} "
+                    f"cannot be set in it"
+                )
             if self._is_alias(key, node):
                 raise SourceError(
                     f"{self.source(key)}: {'.'.join(path[: depth + 1])} is an alias of a block that others use too; "
@@ -132,12 +153,17 @@ class YamlFile:
         raise AssertionError("an empty path")
 
     def without(self, path: Sequence[str]) -> "YamlFile":
-        """The file without the entry at `path`, unchanged where there is none. Raises SourceError as `with_value` does."""
+        """The file without the entry at `path`, unchanged where there is none.
+
+        Raises SourceError as `with_value` does.
+        """
         parent = self.node(path[:-1])
         entry = self.own(parent).get(path[-1])
         if entry is None:
             if path[-1] in self.entries(parent):
-                raise SourceError(f"{self.path}: {'.'.join(path)} comes from a merged mapping; take it out there by hand")
+                raise SourceError(
+                    f"{self.path}: {'.'.join(path)} comes from a merged mapping; take it out there by hand"
+                )
             return self
         key, node = entry
         assert isinstance(parent, yaml.MappingNode)
@@ -153,10 +179,14 @@ class YamlFile:
         if len(parent.value) == 1:
             # a block mapping cannot be empty in block style
             first = self._line_start(start)
-            return self._checked([Splice(start, end, "{}")] if self.text[first:start].strip() else [Splice(start, end, "{}")], path, ...)
+            return self._checked(
+                [Splice(start, end, "{}")] if self.text[first:start].strip() else [Splice(start, end, "{}")], path, ...
+            )
         line, stop = self._line_start(start), self._line_end(end)
         if self.text[line:start].strip():
-            raise SourceError(f"{self.source(key)}: {path[-1]} shares its line with something else; take it out by hand")
+            raise SourceError(
+                f"{self.source(key)}: {path[-1]} shares its line with something else; take it out by hand"
+            )
         return self._checked([Splice(line, min(stop + 1, len(self.text)), "")], path, ...)
 
     def end(self, key: yaml.Node, node: yaml.Node) -> int:
@@ -173,7 +203,10 @@ class YamlFile:
         return len(self.text[:end].rstrip()) if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">") else end
 
     def _is_alias(self, key: yaml.Node, node: yaml.Node) -> bool:
-        return re.compile(r"\s*:\s*\*").match(self.text, key.end_mark.index) is not None and node.start_mark.index < key.start_mark.index
+        return (
+            re.compile(r"\s*:\s*\*").match(self.text, key.end_mark.index) is not None
+            and node.start_mark.index < key.start_mark.index
+        )
 
     def _line_start(self, offset: int) -> int:
         return self.text.rfind("\n", 0, offset) + 1
@@ -187,7 +220,9 @@ class YamlFile:
         if self._is_alias(key, node):
             star = self.text.index("*", key.end_mark.index)
             return [Splice(star, end, written)]
-        if start < end and (self._line_start(start) == self._line_start(key.start_mark.index) or isinstance(node, yaml.ScalarNode)):
+        if start < end and (
+            self._line_start(start) == self._line_start(key.start_mark.index) or isinstance(node, yaml.ScalarNode)
+        ):
             anchor = re.compile(r":(\s+&\S+)?\s*").match(self.text, key.end_mark.index)
             if isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"):
                 start = anchor.end() if anchor else start
@@ -196,7 +231,10 @@ class YamlFile:
         if start >= end:
             return [Splice(colon, colon, f" {written}")]
         # a block collection on the lines below: the value moves up behind the colon, the lines go
-        return [Splice(colon, colon, f" {written}"), Splice(self._line_start(start), min(self._line_end(end) + 1, len(self.text)), "")]
+        return [
+            Splice(colon, colon, f" {written}"),
+            Splice(self._line_start(start), min(self._line_end(end) + 1, len(self.text)), ""),
+        ]
 
     def _items(self, node: yaml.SequenceNode, values: list[Any]) -> Splice:
         """A block sequence with other elements, one a line as before."""
@@ -208,9 +246,14 @@ class YamlFile:
     def _insertion(self, parent: yaml.Node | None, at: list[str], missing: list[str], written: str) -> Splice:
         if parent is None:
             prefix = "" if not self.text or self.text.endswith("\n") else self.file.newline
-            return Splice(len(self.text), len(self.text), prefix + self._block(missing, written, "") + self.file.newline)
+            return Splice(
+                len(self.text), len(self.text), prefix + self._block(missing, written, "") + self.file.newline
+            )
         if not isinstance(parent, yaml.MappingNode):
-            raise SourceError(f"{self.source(parent)}: {'.'.join(at) or 'the document'} is no mapping, so {missing[0]} cannot be set in it")
+            raise SourceError(
+                f"{self.source(parent)}: {'.'.join(at) or 'the document'} is no mapping, so {missing[0]} cannot be "
+                f"set in it"
+            )
         if parent.flow_style or not parent.value:
             close = parent.end_mark.index - 1
             pair = missing[-1] + ": " + written
@@ -245,7 +288,9 @@ class YamlFile:
 
     def _checked(self, splices: list[Splice], path: Sequence[str], value: Any) -> "YamlFile":
         if not self.text.isascii():
-            splices = [Splice(len(self.text[: s.start].encode()), len(self.text[: s.end].encode()), s.text) for s in splices]
+            splices = [
+                Splice(len(self.text[: s.start].encode()), len(self.text[: s.end].encode()), s.text) for s in splices
+            ]
         raw = self.file.spliced(splices)
         text = raw[len(self.file.bom) :].decode(self.file.encoding)
         where = ".".join(path)
