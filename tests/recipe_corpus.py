@@ -4,7 +4,8 @@
 
 For every file under recipes/, perf_recipes/ and diffusion/recipes/ and every function whose name ends in `_config`:
   - read it, and compare what reading says with what execution gives (oracle/bridge_recipes.py);
-  - apply each variant (VARIANTS) to every recipe function of the file, as `apply_overrides.py FILE --all` does, check that the
+  - apply each variant (VARIANTS) to every recipe function of the file, as `apply_overrides.py FILE --all` does, check
+  that the
     result parses, that a second run changes nothing, and that `--off` afterwards leaves no graph setting active;
   - run the edited files (oracle/edited_recipes.py): the settings are as intended, and every other setting is as before;
   - check the recipes that ship with graphs on against the rules.
@@ -38,16 +39,16 @@ from typing import Any, NamedTuple
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "helpers")]
 
-import wheels  # noqa: E402
-from apply_overrides import Request, work_on_all  # noqa: E402
-from cudagraphs import report, versions  # noqa: E402
-from cudagraphs.diff import unified_diff  # noqa: E402
-from cudagraphs.formats.bridge import OVERLAP_TO_DDP, OVERLAP_TO_MODEL, PRECISION_TO_DDP, PRECISION_TO_MODEL  # noqa: E402
-from cudagraphs.formats.python_recipe import PythonRecipe  # noqa: E402
-from cudagraphs.formats.source import SourceError  # noqa: E402
-from cudagraphs.rules import check, graph_state  # noqa: E402
-from cudagraphs.rules.defaults import FIELDS  # noqa: E402
-from cudagraphs.settings import Choice, Fact, Known, Unknown  # noqa: E402
+import wheels
+from apply_overrides import Request, work_on_all
+from cudagraphs import report, versions
+from cudagraphs.diff import unified_diff
+from cudagraphs.formats.bridge import OVERLAP_TO_DDP, OVERLAP_TO_MODEL, PRECISION_TO_DDP, PRECISION_TO_MODEL
+from cudagraphs.formats.python_recipe import PythonRecipe
+from cudagraphs.formats.source import SourceError
+from cudagraphs.rules import check, graph_state
+from cudagraphs.rules.defaults import FIELDS
+from cudagraphs.settings import Choice, Fact, Known, Unknown
 
 BRIDGE, MCORE = "0.6.2", "0.19.2"
 FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
@@ -107,7 +108,9 @@ class FileResult(NamedTuple):
 def corpus(root: Path, patterns: Sequence[str] = ("*",)) -> list[str]:
     """The recipe files as paths under megatron/bridge."""
     package = root / "megatron" / "bridge"
-    paths = (path.relative_to(package).as_posix() for folder in FOLDERS for path in sorted((package / folder).rglob("*.py")))
+    paths = (
+        path.relative_to(package).as_posix() for folder in FOLDERS for path in sorted((package / folder).rglob("*.py"))
+    )
     return [path for path in paths if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
 
 
@@ -132,11 +135,12 @@ def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
-    """A value as reading and execution both give it: enum members by name, dtypes by their torch name, tuples as lists."""
+    """A value as reading and execution both give it: enum members by name, dtypes by their torch name, tuples as
+    lists."""
     if isinstance(value, dict):
         if "enum" in value:
             return value["enum"].rpartition(".")[2]
@@ -148,7 +152,8 @@ def plain(value: Any) -> Any:
 
 
 def called_without_arguments(fact: Fact | None) -> Fact | None:
-    """The fact where every argument is left at its default; None where a branch hangs on something else, such as a checkpoint."""
+    """The fact where every argument is left at its default; None where a branch hangs on something else, such as a
+    checkpoint."""
     while isinstance(fact, Choice):
         if fact.branch.default is None:
             return None
@@ -186,7 +191,8 @@ def expected(row: dict) -> Iterator[tuple[str, Any]]:
 
 
 def compare(row: dict, facts: dict[str, Fact], where: str) -> tuple[int, list[str]]:
-    """How many facts were compared, and a line for each that differs. What reading leaves out or calls unknown is no difference."""
+    """How many facts were compared, and a line for each that differs. What reading leaves out or calls unknown is no
+    difference."""
     compared, differences = 0, []
     for name, value in expected(row):
         fact = called_without_arguments(facts.get(name))
@@ -198,7 +204,7 @@ def compare(row: dict, facts: dict[str, Fact], where: str) -> tuple[int, list[st
     return compared, differences
 
 
-# -- one file ------------------------------------------------------------------------------------------------------------------
+# -- one file ----------------------------------------------------------------------------------------------------------
 
 
 def work(root: str, path: str, rows: dict[str, dict]) -> FileResult:
@@ -209,7 +215,11 @@ def work(root: str, path: str, rows: dict[str, dict]) -> FileResult:
     except SourceError as error:
         result.unread[""] = str(error)
         return result
-    names = [node.name for node in ast.walk(recipe.tree) if isinstance(node, ast.FunctionDef) and node.name.endswith("_config")]
+    names = [
+        node.name
+        for node in ast.walk(recipe.tree)
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_config")
+    ]
     result.functions.extend(names)
     result = _read(recipe, result, rows)
     result.recipes.extend(name for name in recipe.candidates() if name in result.facts)
@@ -256,21 +266,30 @@ def _apply(recipe: PythonRecipe, result: FileResult, variant: str, wanted: Reque
     edited, outcomes = work_on_all(recipe, result.recipes, wanted)
     ast.parse(edited.file.raw)
     result.edits[variant] = [
-        Edit(o.name, o.recommendation.refused or "", o.after.active, {} if o.recommendation.refused else dict(o.recommendation.overrides))
+        Edit(
+            o.name,
+            o.recommendation.refused or "",
+            o.after.active,
+            {} if o.recommendation.refused else dict(o.recommendation.overrides),
+        )
         for o in outcomes
     ]
     again, _ = work_on_all(edited, result.recipes, wanted)
     if again.file.raw != edited.file.raw:
         result.problems.append(f"{where}: a second run changes it again")
     result.texts[variant] = edited.file.raw
-    result.problems.extend(f"{where}: touches {line!r}" for line in _foreign_lines(recipe, edited, result.edits[variant]))
+    result.problems.extend(
+        f"{where}: touches {line!r}" for line in _foreign_lines(recipe, edited, result.edits[variant])
+    )
     if variant in ("default", "full_iteration"):
         without, outcomes = work_on_all(edited, result.recipes, OFF)
         result.texts[f"{variant}, off"] = without.file.raw
         result.edits[f"{variant}, off"] = [
             Edit(o.name, "", o.after.active, dict(o.recommendation.overrides)) for o in outcomes
         ]
-        result.problems.extend(f"{where}: {o.name} is still on after --off" for o in outcomes if o.after.active is not False)
+        result.problems.extend(
+            f"{where}: {o.name} is still on after --off" for o in outcomes if o.after.active is not False
+        )
 
 
 def _foreign_lines(before: PythonRecipe, after: PythonRecipe, edits: list[Edit]) -> Iterator[str]:
@@ -295,7 +314,7 @@ def _shipped(recipe: PythonRecipe, result: FileResult) -> FileResult:
     return result._replace(shipped_on=on)
 
 
-# -- edited recipes, run -------------------------------------------------------------------------------------------------------
+# -- edited recipes, run -----------------------------------------------------------------------------------------------
 
 
 def executed_key(fact: str) -> str:
@@ -306,7 +325,8 @@ def executed_key(fact: str) -> str:
 
 
 def check_executed(results: list[FileResult], variant: str, before: dict, after: dict) -> tuple[int, list[str]]:
-    """How many edited functions ran, and a line for each setting that is not as intended or that changed without cause."""
+    """How many edited functions ran, and a line for each setting that is not as intended or that changed without
+    cause."""
     ran, problems = 0, []
     for result in results:
         edits = {edit.function: edit for edit in result.edits.get(variant, [])}
@@ -332,15 +352,23 @@ def check_executed(results: list[FileResult], variant: str, before: dict, after:
                 changed = old["settings"].get(key, "absent") != settings.get(key, "absent")
                 # recipes themselves clear scopes and trackers where they find that graphs are off
                 follows = turned_off and ("cuda_graph" in key or "te_rng_tracker" in key)
-                if changed and not follows and key not in of_the_file and key.replace("comm_overlap.", "model.") not in of_the_file:
-                    problems.append(f"{where}: {key} changed from {old['settings'].get(key)!r} to {settings.get(key)!r}")
+                if (
+                    changed
+                    and not follows
+                    and key not in of_the_file
+                    and key.replace("comm_overlap.", "model.") not in of_the_file
+                ):
+                    problems.append(
+                        f"{where}: {key} changed from {old['settings'].get(key)!r} to {settings.get(key)!r}"
+                    )
             if turned_off and settings.get("model.cuda_graph_impl", "none") != "none":
                 problems.append(f"{where}: cuda_graph_impl is {settings['model.cuda_graph_impl']!r}")
     return ran, problems
 
 
 def _where_it_lands(fact: str, settings: dict[str, Any]) -> str:
-    """Overlap settings of CommOverlapConfig win over the model's and the DDP configuration's own where they are not None."""
+    """Overlap settings of CommOverlapConfig win over the model's and the DDP configuration's own where they are not
+    None."""
     name = fact.rpartition(".")[2]
     overlap = f"comm_overlap.{name}"
     return overlap if settings.get(overlap) is not None else executed_key(fact)
@@ -354,7 +382,7 @@ def write_tree(results: list[FileResult], variant: str, folder: Path) -> None:
             path.write_bytes(result.texts[variant])
 
 
-# -- everything ----------------------------------------------------------------------------------------------------------------
+# -- everything --------------------------------------------------------------------------------------------------------
 
 
 class Corpus(NamedTuple):
@@ -390,7 +418,10 @@ class Corpus(NamedTuple):
             "executed": statuses["ok"],
             "read": sum(len(r.facts) for r in results),
             "not_read": dict(unread.most_common()),
-            "facts": {**kinds, "share_known": round((kinds["known"] + kinds["by branch"]) / max(1, sum(kinds.values())), 4)},
+            "facts": {
+                **kinds,
+                "share_known": round((kinds["known"] + kinds["by branch"]) / max(1, sum(kinds.values())), 4),
+            },
             "unknown_because": dict(reasons.most_common(20)),
             "facts_compared_with_execution": sum(r.compared for r in results),
             "facts_that_differ": sum(len(r.differences) for r in results),
@@ -398,7 +429,9 @@ class Corpus(NamedTuple):
             "variants": variants,
             "local_refused": sum(r.rejected_local for r in results),
             "shipped_with_graphs_on": sum(r.shipped_on for r in results),
-            "shipped_with_findings": {f"{r.path}:{n}": [c for c, _ in f] for r in results for n, f in r.shipped.items()},
+            "shipped_with_findings": {
+                f"{r.path}:{n}": [c for c, _ in f] for r in results for n, f in r.shipped.items()
+            },
             "problems": len(self.problems),
         }
 
@@ -436,7 +469,9 @@ def run(patterns: Sequence[str] = ("*",)) -> Corpus:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the counts as JSON")
-    parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="files by path under megatron/bridge")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="files by path under megatron/bridge"
+    )
     arguments = parser.parse_args(argv)
     try:
         found = run(arguments.only or ("*",))
@@ -444,7 +479,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     summary = found.summary()
-    text = json.dumps({"schema_version": report.SCHEMA_VERSION, "command": "python tests/recipe_corpus.py", **summary}, indent=2)
+    text = json.dumps(
+        {"schema_version": report.SCHEMA_VERSION, "command": "python tests/recipe_corpus.py", **summary}, indent=2
+    )
     print(text)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)

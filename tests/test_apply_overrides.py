@@ -12,9 +12,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 import apply_overrides
+import pytest
 
 SCRIPT = Path(apply_overrides.__file__)
 HEADER = """\
@@ -23,13 +22,18 @@ from megatron.bridge.training.config import ConfigContainer, DistributedDataPara
 
 
 """
-DENSE = HEADER + """\
+DENSE = (
+    HEADER
+    + """\
 def dense_config():
     cfg = ConfigContainer(model=GPTModelProvider(num_layers=2, num_moe_experts=None))
     cfg.model.cuda_graph_impl = "none"
     return cfg
 """
-ON = HEADER + """\
+)
+ON = (
+    HEADER
+    + """\
 def on_config():
     cfg = ConfigContainer(model=GPTModelProvider(num_layers=2, num_moe_experts=None))
     cfg.model.cuda_graph_impl = "transformer_engine"
@@ -40,11 +44,15 @@ def on_config():
     cfg.rng.te_rng_tracker = True
     return cfg
 """
-MOE = HEADER + """\
+)
+MOE = (
+    HEADER
+    + """\
 def moe_config():
     model = GPTModelProvider(num_layers=2, num_moe_experts=8, moe_token_dispatcher_type="alltoall")
     return ConfigContainer(model=model, env_vars={"NVTE_FWD_LAYERNORM_SM_MARGIN": 16})
 """
+)
 VERSIONS = ["--bridge", "0.6.2", "--mcore", "0.19.2", "--te", "2.14", "--torch", "2.11"]
 
 
@@ -76,7 +84,7 @@ def set_in(text: str) -> dict:
     return found
 
 
-# -- the main job --------------------------------------------------------------------------------------------------------------
+# -- the main job ------------------------------------------------------------------------------------------------------
 
 
 def test_turns_graphs_on_and_a_second_run_changes_nothing(run):
@@ -88,7 +96,7 @@ def test_turns_graphs_on_and_a_second_run_changes_nothing(run):
         "model.use_te_rng_tracker": True,
         "rng.te_rng_tracker": True,
     }
-    assert "+    cfg.model.cuda_graph_modules = [\"attn\"]" in out
+    assert '+    cfg.model.cuda_graph_modules = ["attn"]' in out
     assert "off -> transformer_engine [attn]" in out
     code, out, _, again = run(None)
     assert code == 0 and again == text and "nothing to change" in out
@@ -154,7 +162,9 @@ def test_full_recompute_gets_full_iteration_and_no_nan_checks(run):
 
 
 def test_a_base_that_sets_the_old_field_has_it_neutralised(run, tmp_path):
-    (tmp_path / "base.py").write_text(HEADER + "def base_config():\n    return ConfigContainer(model=GPTModelProvider(cuda_graph_scope='full'))\n")
+    (tmp_path / "base.py").write_text(
+        HEADER + "def base_config():\n    return ConfigContainer(model=GPTModelProvider(cuda_graph_scope='full'))\n"
+    )
     source = "from base import base_config\n\n\ndef my_config():\n    cfg = base_config()\n    return cfg\n"
     code, _, _, text = run(source)
     assert code == 0
@@ -165,10 +175,18 @@ NAMES = [
     pytest.param("0.13", {"model.external_cuda_graph": True, "model.cuda_graph_scope": "attn"}, id="0.13"),
     pytest.param("0.14", {"model.external_cuda_graph": True, "model.cuda_graph_scope": "attn"}, id="0.14"),
     pytest.param("0.15", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_scope": "attn"}, id="0.15"),
-    pytest.param("0.16", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_scope": ["attn"]}, id="0.16"),
-    pytest.param("0.17", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_scope": ["attn"]}, id="0.17"),
-    pytest.param("0.18", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_modules": ["attn"]}, id="0.18"),
-    pytest.param("0.19", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_modules": ["attn"]}, id="0.19"),
+    pytest.param(
+        "0.16", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_scope": ["attn"]}, id="0.16"
+    ),
+    pytest.param(
+        "0.17", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_scope": ["attn"]}, id="0.17"
+    ),
+    pytest.param(
+        "0.18", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_modules": ["attn"]}, id="0.18"
+    ),
+    pytest.param(
+        "0.19", {"model.cuda_graph_impl": "transformer_engine", "model.cuda_graph_modules": ["attn"]}, id="0.19"
+    ),
 ]
 
 
@@ -186,12 +204,14 @@ def test_names_of_the_version(run, mcore, expected):
     assert code == 0 and "-> off" in out
 
 
-# -- flags ---------------------------------------------------------------------------------------------------------------------
+# -- flags -------------------------------------------------------------------------------------------------------------
 
 
 def test_impl_scopes_warmup_and_set(run):
     flags = ["--impl", "transformer_engine", "--scopes", "attn, mlp", "--warmup-steps", "5"]
-    _, _, _, text = run(DENSE, *flags, "--set", "model.recompute_granularity=null", "--set", "ddp.overlap_grad_reduce=true")
+    _, _, _, text = run(
+        DENSE, *flags, "--set", "model.recompute_granularity=null", "--set", "ddp.overlap_grad_reduce=true"
+    )
     settings = set_in(text)
     assert settings["model.cuda_graph_modules"] == ["attn", "mlp"]
     assert settings["model.cuda_graph_warmup_steps"] == 5
@@ -231,7 +251,11 @@ def test_json_is_one_object_on_stdout_and_prose_on_stderr(run):
     code, out, err, _ = run(MOE, "--json")
     document = json.loads(out)
     assert code == 0 and document["schema_version"] == 1 and document["helper"] == "apply_overrides"
-    assert document["changed"] is True and document["written"] == "recipe.py" and document["diff"].startswith("--- a/recipe.py")
+    assert (
+        document["changed"] is True
+        and document["written"] == "recipe.py"
+        and document["diff"].startswith("--- a/recipe.py")
+    )
     (function,) = document["functions"]
     assert function["name"] == "moe_config" and function["refused"] is None and function["overrides"]
     assert "written: recipe.py" in err
@@ -298,7 +322,7 @@ def test_unknown_facts_are_said_to_be_unknown(run):
     assert "unknown: " in out and "the source of `elsewhere.base_config` was not found" in out
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED = [
     pytest.param(DENSE, ["--scopes", "moe_router"], "CG", id="a scope of MoE on a dense model"),
@@ -324,7 +348,7 @@ def test_quiet_refusals_are_one_line(run):
     assert code == 1 and out == "" and len(err.splitlines()) == 1 and "dense_config: refused" in err
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD_FLAGS = [
     pytest.param(["--impl", "jit"], "--impl 'jit': megatron-core 0.19 has", id="an unknown implementation"),
@@ -339,7 +363,9 @@ BAD_FLAGS = [
     pytest.param(["--off", "--impl", "local"], "--off turns graphs off", id="off and on"),
     pytest.param(["--warmup-steps", "-1"], "give 0 or more", id="negative warmup"),
     pytest.param(["--warmup-steps", "many"], "invalid int value", id="warmup that is no number"),
-    pytest.param(["--function", "nothing*"], "no function matches --function 'nothing*'", id="a function that is not there"),
+    pytest.param(
+        ["--function", "nothing*"], "no function matches --function 'nothing*'", id="a function that is not there"
+    ),
     pytest.param(["--function", "_helper"], "returns no configuration", id="a function that builds none"),
     pytest.param(["--framework", "caffe"], "invalid choice", id="an unknown framework"),
     pytest.param(["--unknown-flag"], "unrecognized arguments", id="an unknown flag"),
@@ -431,7 +457,9 @@ def test_a_symbolic_link_stays_one(run, tmp_path):
 def test_a_base_beside_the_target_of_a_link_is_found(run, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "base.py").write_text(DENSE)
-    (tmp_path / "real" / "target.py").write_text("from base import dense_config\n\n\ndef my_config():\n    cfg = dense_config()\n    return cfg\n")
+    (tmp_path / "real" / "target.py").write_text(
+        "from base import dense_config\n\n\ndef my_config():\n    cfg = dense_config()\n    return cfg\n"
+    )
     (tmp_path / "recipe.py").symlink_to("real/target.py")
     _, out, _, _ = run(None)
     assert "unknown:" not in out
@@ -468,7 +496,7 @@ def test_untouched_bytes_stay(run, tmp_path, raw):
     assert (tmp_path / "recipe.py").read_bytes() == after
 
 
-# -- whole processes -----------------------------------------------------------------------------------------------------------
+# -- whole processes ---------------------------------------------------------------------------------------------------
 
 
 def process(path: Path, *flags: str, **options):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every recipe of the released megatron-bridge wheel: read, edited, run. recipe_corpus.py does the work and can be run alone."""
+"""Every recipe of the released megatron-bridge wheel: read, edited, run. recipe_corpus.py does the work and can be run
+alone."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import recipe_corpus
 import wheels
 
 pytestmark = pytest.mark.wheels
 # Recipes that ship with graphs which a rule rejects, with the proof that it is upstream that is at fault.
-SHIPPED_FAULTS = json.loads((Path(__file__).parent / "data" / "shipped_faults.json").read_text(encoding="utf-8"))["faults"]
+SHIPPED_FAULTS = json.loads((Path(__file__).parent / "data" / "shipped_faults.json").read_text(encoding="utf-8"))[
+    "faults"
+]
 FILES, FUNCTIONS = 301, 776
 
 

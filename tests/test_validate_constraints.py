@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import validate_constraints
 from cudagraphs.rules import REGISTRY
 
@@ -23,7 +22,9 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 """
-CLEAN = HEADER + """\
+CLEAN = (
+    HEADER
+    + """\
 def my_config():
     cfg = ConfigContainer(model=GPTModelProvider(num_layers=2, num_moe_experts=None))
     cfg.model.cuda_graph_impl = "transformer_engine"
@@ -32,8 +33,11 @@ def my_config():
     cfg.rng.te_rng_tracker = True
     return cfg
 """
+)
 # three faults that do not hang on each other
-BROKEN = HEADER + """\
+BROKEN = (
+    HEADER
+    + """\
 def my_config():
     cfg = ConfigContainer(model=GPTModelProvider(num_layers=2, num_moe_experts=None))
     cfg.model.cuda_graph_impl = "transformer_engine"
@@ -44,6 +48,7 @@ def my_config():
     cfg.rng.te_rng_tracker = True
     return cfg
 """
+)
 VERSIONS = ["--bridge", "0.6.2", "--mcore", "0.19.2", "--te", "2.14", "--torch", "2.11"]
 
 
@@ -67,7 +72,7 @@ def codes_of(out: str) -> set[str]:
     return {f["code"] for f in function["findings"] if f["severity"] in ("error", "runtime") and not f["needs"]}
 
 
-# -- a recipe ------------------------------------------------------------------------------------------------------------------
+# -- a recipe ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_clean_recipe(run):
@@ -110,14 +115,18 @@ def test_sarif(run):
     (sarif_run,) = log["runs"]
     known = {rule["id"] for rule in sarif_run["tool"]["driver"]["rules"]}
     assert sarif_run["results"] and all(result["ruleId"] in known for result in sarif_run["results"])
-    regions = [location["physicalLocation"]["region"] for result in sarif_run["results"] for location in result["locations"]]
+    regions = [
+        location["physicalLocation"]["region"] for result in sarif_run["results"] for location in result["locations"]
+    ]
     assert all(region["startLine"] >= 1 and region["startColumn"] >= 1 for region in regions)
 
 
 def test_github_annotations(run):
     code, out, _ = run(BROKEN, "--format", "github")
     assert code == 1
-    assert all(re.match(r"::(error|warning|notice) file=[^,]+,line=\d+,title=CG\d{3}::\S", line) for line in out.splitlines())
+    assert all(
+        re.match(r"::(error|warning|notice) file=[^,]+,line=\d+,title=CG\d{3}::\S", line) for line in out.splitlines()
+    )
     assert any("recipe.py,line=" in line for line in out.splitlines())
 
 
@@ -168,7 +177,7 @@ def test_the_version_decides(run):
     assert run(renamed, versions=["--mcore", "0.17", "--te", "2.14"])[0] == 0
 
 
-# -- mends ---------------------------------------------------------------------------------------------------------------------
+# -- mends -------------------------------------------------------------------------------------------------------------
 
 FIXES = [
     pytest.param('    cfg.model.cuda_graph_scope = "full"\n', "cuda_graph_scope = None", id="the old field beside the new one"),
@@ -199,7 +208,7 @@ def test_fix_ends_and_keeps_what_it_cannot_mend(run, tmp_path):
     assert not left & set(function["fixed"])
 
 
-# -- rules ---------------------------------------------------------------------------------------------------------------------
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 def only(*arguments: str):
@@ -229,7 +238,7 @@ def test_explain_what_nobody_said(capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-# -- batch ---------------------------------------------------------------------------------------------------------------------
+# -- batch -------------------------------------------------------------------------------------------------------------
 
 BATCH = [
     {"id": 1, "fields": {"cuda_graph_impl": "local"}},
@@ -273,14 +282,16 @@ def test_batch_from_stdin(capsys, monkeypatch):
 def test_batch_with_a_bad_line_names_it(tmp_path, line):
     path = tmp_path / "fields.jsonl"
     path.write_text(json.dumps(BATCH[0]) + "\n" + line + "\n")
-    done = subprocess.run([sys.executable, str(SCRIPT), "--fields-jsonl", str(path), "--mcore", "0.19"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--fields-jsonl", str(path), "--mcore", "0.19"], capture_output=True, text=True
+    )
     assert "Traceback" not in done.stderr
     said = done.stdout.splitlines()[1:] + done.stderr.splitlines()
     assert said and any("2" in text for text in said)
     assert done.returncode in (0, 2)
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD = [
     pytest.param([], "name a recipe", id="nothing asked for"),
@@ -334,5 +345,7 @@ def test_a_process_run_by_path_with_a_C_locale(tmp_path):
     path = tmp_path / "recipe.py"
     path.write_text(CLEAN.replace("my_config", "größe_config"), encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run([sys.executable, str(SCRIPT), str(path), *VERSIONS], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(path), *VERSIONS], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr

@@ -3,7 +3,8 @@
 """How long the command-line helpers take, beside what a user would otherwise run to learn the same.
 
 Three comparisons, each of whole processes, interleaved round by round:
-  - apply_overrides.py --diff and validate_constraints.py on the largest recipe file of the released Megatron Bridge wheel,
+  - apply_overrides.py --diff and validate_constraints.py on the largest recipe file of the released Megatron Bridge
+  wheel,
     beside starting Python and importing megatron.core, and beside building one TransformerConfig after that;
   - the same helpers right after installation, with nothing compiled yet;
   - batch mode of validate_constraints.py, beside upstream's own constructor on the same configurations, both with their
@@ -39,8 +40,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import wheels  # noqa: E402
-from oracle import lattice  # noqa: E402
+import wheels
+from oracle import lattice
 
 BRIDGE, MCORE, SEED = "0.6.2", "0.19.2", 20261130
 HELPERS = ROOT / "helpers"
@@ -80,20 +81,27 @@ def timed(contender: Contender, environment: dict[str, str]) -> Sample:
             environment = {**environment, "PYTHONPYCACHEPREFIX": scratch}
         with source.open() as stdin, open(os.devnull, "w") as nothing:
             start = time.perf_counter()
-            process = subprocess.Popen(contender.command, stdin=stdin, stdout=nothing, stderr=subprocess.PIPE, env=environment)
+            process = subprocess.Popen(
+                contender.command, stdin=stdin, stdout=nothing, stderr=subprocess.PIPE, env=environment
+            )
             stderr = process.stderr.read()
             _, status, usage = os.wait4(process.pid, 0)
             wall = time.perf_counter() - start
             process.returncode = os.waitstatus_to_exitcode(status)
             process.stderr.close()
     if process.returncode not in (0, 1):
-        raise RuntimeError(f"{contender.name}: exit code {process.returncode}: {stderr.decode(errors='replace').strip()[-300:]}")
+        raise RuntimeError(
+            f"{contender.name}: exit code {process.returncode}: {stderr.decode(errors='replace').strip()[-300:]}"
+        )
     return Sample(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def interleaved(contenders: Sequence[Contender], rounds: int) -> dict[str, list[Sample]]:
-    """Samples by contender; one round before the first is thrown away, so that files are in the page cache and compiled."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONPATH")}
+    """Samples by contender; one round before the first is thrown away, so that files are in the page cache and
+    compiled."""
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONPATH")
+    }
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for number in range(-1, rounds):
         order = list(contenders) if number % 2 else list(reversed(contenders))
@@ -109,7 +117,9 @@ def largest_recipe(root: Path) -> tuple[Path, str]:
     package = root / "megatron" / "bridge"
     files = [path for folder in ("recipes", "perf_recipes") for path in (package / folder).rglob("*.py")]
     path = max(files, key=lambda each: (len(each.read_bytes().splitlines()), str(each)))
-    names = [line.split("(")[0].removeprefix("def ") for line in path.read_text().splitlines() if line.startswith("def ")]
+    names = [
+        line.split("(")[0].removeprefix("def ") for line in path.read_text().splitlines() if line.startswith("def ")
+    ]
     return path, next(name for name in names if name.endswith("_config") and not name.startswith("_"))
 
 
@@ -125,7 +135,9 @@ def contenders(recipe: Path, function: str, mcore: Path) -> list[Contender]:
         Contender("validate_constraints", [*validate, "--function", function, *versions]),
         Contender("validate_constraints, every function of the file", [*validate, *versions]),
         Contender("apply_overrides --diff, nothing compiled", apply, fresh_cache=True),
-        Contender("import megatron.core", [python, "-c", IMPORT_ONLY.format(tests=str(ROOT / "tests"), mcore=str(mcore))]),
+        Contender(
+            "import megatron.core", [python, "-c", IMPORT_ONLY.format(tests=str(ROOT / "tests"), mcore=str(mcore))]
+        ),
         Contender("import megatron.core and build a TransformerConfig", [python, str(ORACLE), MCORE], one),
     ]
 
@@ -134,7 +146,16 @@ def batch_contenders(count: int) -> list[Contender]:
     requests = list(lattice.random_configurations("0.19", SEED, count))
     many = "".join(json.dumps(request) + "\n" for request in requests)
     one = json.dumps(requests[0]) + "\n"
-    ours = [sys.executable, str(HELPERS / "validate_constraints.py"), "--fields-jsonl", "-", "--mcore", MCORE, "--te", "2.14"]
+    ours = [
+        sys.executable,
+        str(HELPERS / "validate_constraints.py"),
+        "--fields-jsonl",
+        "-",
+        "--mcore",
+        MCORE,
+        "--te",
+        "2.14",
+    ]
     upstream = [sys.executable, str(ORACLE), MCORE]
     return [
         Contender("batch mode, one", ours, one),
@@ -151,7 +172,12 @@ def machine() -> dict[str, Any]:
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return {"cpu": model, "cpus": len(os.sched_getaffinity(0)), "load_before": round(os.getloadavg()[0], 2), "system": platform.system()}
+    return {
+        "cpu": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+    }
 
 
 def revision() -> str:
@@ -172,7 +198,8 @@ def summary(samples: dict[str, list[Sample]]) -> dict[str, dict[str, float]]:
 
 
 def ratios(table: dict[str, dict[str, float]], count: int) -> dict[str, float]:
-    """Ratios of CPU seconds, which other work on the machine disturbs least; both sides of each are single-threaded work."""
+    """Ratios of CPU seconds, which other work on the machine disturbs least; both sides of each are single-threaded
+    work."""
 
     def cpu(name: str) -> float:
         return table[name]["cpu_s_median"]
@@ -226,13 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             "revision": revision(),
             "machine": before,
             "versions": {
-                "python": platform.python_version(), "torch": torch_version,
-                "megatron-bridge": BRIDGE, "megatron-core": MCORE,
-            },  # fmt: skip
+                "python": platform.python_version(),
+                "torch": torch_version,
+                "megatron-bridge": BRIDGE,
+                "megatron-core": MCORE,
+            },
             "configuration": {
-                "recipe": recipe.relative_to(bridge).as_posix(), "lines": len(recipe.read_bytes().splitlines()), "function": function,
-                "rounds": args.rounds, "batch": args.batch, "batch_rounds": args.batch_rounds, "seed": SEED,
-            },  # fmt: skip
+                "recipe": recipe.relative_to(bridge).as_posix(),
+                "lines": len(recipe.read_bytes().splitlines()),
+                "function": function,
+                "rounds": args.rounds,
+                "batch": args.batch,
+                "batch_rounds": args.batch_rounds,
+                "seed": SEED,
+            },
             "summary": table,
             "ratios": found,
             "samples": {name: [sample._asdict() for sample in each] for name, each in samples.items()},

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unified diffs of recipes, block by block: matching thousands of alike lines as a whole would take longer than all the rest."""
+"""Unified diffs of recipes, block by block: matching thousands of alike lines as a whole would take longer than all the
+rest."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def _changes(before: list[str], after: list[str]) -> Iterator[Change]:
 
 def _block_starts(lines: list[str]) -> list[int]:
     """Where functions and classes start, with the first and the last line's bounds."""
-    return [0, *(number for number, line in enumerate(lines) if number and line.startswith(("def ", "class "))), len(lines)]
+    return [
+        0,
+        *(number for number, line in enumerate(lines) if number and line.startswith(("def ", "class "))),
+        len(lines),
+    ]
 
 
 def _groups(changes: list[Change]) -> Iterator[list[Change]]:

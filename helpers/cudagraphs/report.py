@@ -16,7 +16,8 @@ SCHEMA_VERSION = 1
 KEY_FACTS = (
     "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "num_moe_experts", "moe_token_dispatcher_type",
     "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "recompute_granularity", "recompute_modules",
-    "cpu_offloading", "fine_grained_activation_offloading", "attention_dropout", "hidden_dropout", "dataset.packed_sequences",
+    "cpu_offloading", "fine_grained_activation_offloading", "attention_dropout", "hidden_dropout",
+    "dataset.packed_sequences",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ddp.overlap_grad_reduce", "ddp.overlap_param_gather",
     "fp8", "fp4",

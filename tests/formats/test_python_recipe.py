@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python recipes: settings are written where they take effect, and nothing else is touched.
 
-The interpreter reads an edited recipe again before it is returned, so every case below also says that the settings really
-hold at the end of the function; tests/test_recipe_corpus.py checks the same by execution on released recipes.
+The interpreter reads an edited recipe again before it is returned, so every case below also says that the settings
+really hold at the end of the function; tests/test_recipe_corpus.py checks the same by execution on released recipes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from cudagraphs import versions
 from cudagraphs.formats.python_recipe import SCRIPT, PythonRecipe, RecipeError
 from cudagraphs.settings import Choice, Known, Unknown
@@ -407,12 +406,12 @@ WRITES = [
     pytest.param(
         """
         def model_provider():
-            config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, cuda_graph_impl="local")
+            config = TransformerConfig(num_layers=2, cuda_graph_impl="local")
             return GPTModel(config=config, vocab_size=100)
         """,
         """
         def model_provider():
-            config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, cuda_graph_impl="transformer_engine")
+            config = TransformerConfig(num_layers=2, cuda_graph_impl="transformer_engine")
             config.cuda_graph_modules = ["attn"]
             return GPTModel(config=config, vocab_size=100)
         """,
@@ -425,17 +424,33 @@ WRITES = [
 def test_writes(tmp_path, source, expected):
     imports = IMPORTS
     if "TransformerConfig" in source:
-        imports += "from megatron.core.models.gpt import GPTModel\nfrom megatron.core.transformer import TransformerConfig\n"
+        imports += (
+            "from megatron.core.models.gpt import GPTModel\nfrom megatron.core.transformer import TransformerConfig\n"
+        )
     assert edited(tmp_path, source, GRAPHS, imports) == textwrap.dedent(expected)
 
 
 LEAVES_ALONE = [
-    pytest.param('cfg.model.cuda_graph_impl = "transformer_engine"', {"cuda_graph_impl": "transformer_engine"}, id="a value that holds"),
+    pytest.param(
+        'cfg.model.cuda_graph_impl = "transformer_engine"',
+        {"cuda_graph_impl": "transformer_engine"},
+        id="a value that holds",
+    ),
     pytest.param('cfg.model.cuda_graph_modules = ("attn",)', {"cuda_graph_modules": ["attn"]}, id="a tuple for a list"),
-    pytest.param("cfg.model.cuda_graph_modules = [CudaGraphModule.attn]", {"cuda_graph_modules": ["attn"]}, id="an enum member"),
-    pytest.param("cfg.model.cuda_graph_modules = 'attn,mlp'.split(',')", {"cuda_graph_modules": ["attn", "mlp"]}, id="a computed value"),
-    pytest.param("cfg.rng.te_rng_tracker = not False", {"rng.te_rng_tracker": True}, id="an expression that gives the value"),
-    pytest.param('cfg.env_vars = {"NCCL_GRAPH_REGISTER": 0}', {"env.NCCL_GRAPH_REGISTER": "0"}, id="a number for its text"),
+    pytest.param(
+        "cfg.model.cuda_graph_modules = [CudaGraphModule.attn]", {"cuda_graph_modules": ["attn"]}, id="an enum member"
+    ),
+    pytest.param(
+        "cfg.model.cuda_graph_modules = 'attn,mlp'.split(',')",
+        {"cuda_graph_modules": ["attn", "mlp"]},
+        id="a computed value",
+    ),
+    pytest.param(
+        "cfg.rng.te_rng_tracker = not False", {"rng.te_rng_tracker": True}, id="an expression that gives the value"
+    ),
+    pytest.param(
+        'cfg.env_vars = {"NCCL_GRAPH_REGISTER": 0}', {"env.NCCL_GRAPH_REGISTER": "0"}, id="a number for its text"
+    ),
     pytest.param("cfg.model.cuda_graph_scope = None", {"cuda_graph_scope": None}, id="None"),
     pytest.param("", {"rerun_state_machine.check_for_nan_in_loss": True}, id="the default of Bridge's own section"),
     pytest.param("", {}, id="nothing asked for"),
@@ -488,7 +503,7 @@ ENVIRONMENT = [
 
 @pytest.mark.parametrize("block, expected", ENVIRONMENT)
 def test_environment_block(tmp_path, block, expected):
-    body = f"COMMON = {{'B': 1}}\n\n\ndef my_config():\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
+    body = "COMMON = {'B': 1}\n\n\ndef my_config():\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
     text = edited(tmp_path, body + f"    cfg.env_vars = {block}\n    return cfg\n", {"env.NCCL_GRAPH_REGISTER": "0"})
     assert f"cfg.env_vars = {expected}\n" in text
 
@@ -510,15 +525,19 @@ def test_a_shared_environment_is_copied_not_changed(tmp_path):
 
 
 def test_without_an_environment_block_variables_are_reported(tmp_path):
-    recipe = recipe_of(tmp_path, IMPORTS + "def my_config():\n    return ConfigContainer(model=GPTModelProvider(num_layers=2))\n")
+    recipe = recipe_of(
+        tmp_path, IMPORTS + "def my_config():\n    return ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
+    )
     after, skipped = recipe.edited("my_config", {"env.NCCL_GRAPH_REGISTER": "0"})
     assert after.file.raw == recipe.file.raw
     assert skipped == {"env.NCCL_GRAPH_REGISTER": "the recipe has no env_vars block"}
 
 
-# -- several files -------------------------------------------------------------------------------------------------------------
+# -- several files -----------------------------------------------------------------------------------------------------
 
-BASE = IMPORTS + """\
+BASE = (
+    IMPORTS
+    + """\
 def base_config():
     cfg = ConfigContainer(model=GPTModelProvider(num_layers=2, num_moe_experts=8))
     cfg.model.cuda_graph_scope = "full"
@@ -529,6 +548,7 @@ def tune(cfg, modules=("attn",)):
     cfg.model.cuda_graph_impl = "transformer_engine"
     cfg.model.cuda_graph_modules = list(modules)
 """
+)
 INHERITS = [
     pytest.param("my/base.py", "from base import base_config, tune", "my/recipe.py", id="a file beside it"),
     pytest.param("my/pack/base.py", "from .base import base_config, tune", "my/pack/recipe.py", id="a relative import in a package"),
@@ -556,20 +576,25 @@ def test_follows_a_base_recipe_and_a_helper_in_another_file(tmp_path, base, stat
     assert settings.facts["cuda_graph_modules"].value == ["attn", "moe_router"]
     assert settings.facts["num_moe_experts"].value == 8
     after, _ = recipe.edited("my_config", {"cuda_graph_scope": None, "cuda_graph_modules": ["attn"]})
-    assert "    cfg.model.cuda_graph_modules = [\"attn\"]\n    return cfg" in after.file.text
+    assert '    cfg.model.cuda_graph_modules = ["attn"]\n    return cfg' in after.file.text
     assert (tmp_path / base).read_text() == BASE
 
 
 @pytest.mark.parametrize(
     "statement, call",
     [
-        pytest.param("from missing_package.recipes import base_config", "base_config()", id="a package that is not there"),
+        pytest.param(
+            "from missing_package.recipes import base_config", "base_config()", id="a package that is not there"
+        ),
         pytest.param("from .nowhere import base_config", "base_config()", id="a relative import that leads nowhere"),
         pytest.param("import missing_package", "missing_package.base_config()", id="a module that is not there"),
     ],
 )
 def test_a_base_that_cannot_be_found_is_unknown_and_said_to_be(tmp_path, statement, call):
-    recipe = recipe_of(tmp_path, f"{statement}\n\n\ndef my_config():\n    cfg = {call}\n    cfg.model.cuda_graph_impl = 'local'\n    return cfg\n")
+    recipe = recipe_of(
+        tmp_path,
+        f"{statement}\n\n\ndef my_config():\n    cfg = {call}\n    cfg.model.cuda_graph_impl = 'local'\n    return cfg\n",
+    )
     settings = recipe.run("my_config").settings
     assert not settings.complete
     assert "base_config" in settings.incomplete_reason and "not found" in settings.incomplete_reason
@@ -582,7 +607,8 @@ def test_a_base_that_cannot_be_found_is_unknown_and_said_to_be(tmp_path, stateme
 def test_a_helper_that_cannot_be_found_makes_what_it_gets_unknown(tmp_path):
     recipe = recipe_of(
         tmp_path,
-        IMPORTS + "from elsewhere import tweak\n\n\ndef my_config():\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
+        IMPORTS
+        + "from elsewhere import tweak\n\n\ndef my_config():\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
         "    cfg.model.cuda_graph_impl = 'local'\n    tweak(cfg)\n    return cfg\n",
     )
     settings = recipe.run("my_config").settings
@@ -598,9 +624,11 @@ def test_a_base_file_that_does_not_parse_is_unknown_not_a_crash(tmp_path):
     assert not recipe.run("my_config").settings.complete
 
 
-# -- picking functions ---------------------------------------------------------------------------------------------------------
+# -- picking functions -------------------------------------------------------------------------------------------------
 
-TWO = IMPORTS + """\
+TWO = (
+    IMPORTS
+    + """\
 def a_config():
     return ConfigContainer(model=GPTModelProvider(num_layers=2))
 
@@ -617,6 +645,7 @@ def b_config():
 def helper(x):
     return x + 1
 """
+)
 
 
 def test_candidates_are_public_functions_that_return_a_configuration(tmp_path):
@@ -648,17 +677,20 @@ def test_a_function_that_returns_no_configuration_is_refused(tmp_path):
 
 
 def test_a_script_is_named_as_one(tmp_path):
-    recipe = recipe_of(tmp_path, IMPORTS + "cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\npretrain(cfg)\n")
+    recipe = recipe_of(
+        tmp_path, IMPORTS + "cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\npretrain(cfg)\n"
+    )
     assert recipe.candidates() == [SCRIPT]
 
 
-# -- both sides of a branch ----------------------------------------------------------------------------------------------------
+# -- both sides of a branch --------------------------------------------------------------------------------------------
 
 
 def test_both_sides_of_a_branch_are_facts_and_the_default_is_told(tmp_path):
     recipe = recipe_of(
         tmp_path,
-        IMPORTS + "def my_config(graphs: bool = False):\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
+        IMPORTS
+        + "def my_config(graphs: bool = False):\n    cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
         "    cfg.model.cuda_graph_impl = 'local' if graphs else 'none'\n    return cfg\n",
     )
     fact = recipe.run("my_config").settings.facts["cuda_graph_impl"]
@@ -670,7 +702,8 @@ def test_both_sides_of_a_branch_are_facts_and_the_default_is_told(tmp_path):
 def test_a_choice_of_models_is_a_choice_of_facts(tmp_path):
     recipe = recipe_of(
         tmp_path,
-        IMPORTS + "def my_config(moe: bool = False):\n    dense = GPTModelProvider(num_layers=2, num_moe_experts=None)\n"
+        IMPORTS
+        + "def my_config(moe: bool = False):\n    dense = GPTModelProvider(num_layers=2, num_moe_experts=None)\n"
         "    sparse = GPTModelProvider(num_layers=2, num_moe_experts=8)\n    return ConfigContainer(model=sparse if moe else dense)\n",
     )
     facts = recipe.run("my_config").settings.facts
@@ -678,11 +711,13 @@ def test_a_choice_of_models_is_a_choice_of_facts(tmp_path):
     assert (facts["num_moe_experts"].if_true.value, facts["num_moe_experts"].if_false.value) == (8, None)
 
 
-# -- what cannot be written ----------------------------------------------------------------------------------------------------
+# -- what cannot be written --------------------------------------------------------------------------------------------
 
 
 def test_a_return_that_shares_its_line_is_refused_with_its_line(tmp_path):
-    recipe = recipe_of(tmp_path, IMPORTS + "def my_config(): return ConfigContainer(model=GPTModelProvider(num_layers=2))\n")
+    recipe = recipe_of(
+        tmp_path, IMPORTS + "def my_config(): return ConfigContainer(model=GPTModelProvider(num_layers=2))\n"
+    )
     with pytest.raises(RecipeError, match=r"recipe.py:\d+: the return shares its line"):
         recipe.edited("my_config", GRAPHS)
 

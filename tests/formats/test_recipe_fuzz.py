@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random small recipes, read and edited, against what they do when they run.
 
-Every recipe takes two switches. For each setting of the switches it is executed with plain stand-ins for the configuration
-classes, and what reading says for that setting must be what execution gives, unless reading says that it does not know. After
-an edit, execution must give the wanted values and leave every other value alone.
+Every recipe takes two switches. For each setting of the switches it is executed with plain stand-ins for the
+configuration classes, and what reading says for that setting must be what execution gives, unless reading says that it
+does not know. After an edit, execution must give the wanted values and leave every other value alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import types
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from cudagraphs import versions
 from cudagraphs.formats.python_recipe import PythonRecipe
 from cudagraphs.settings import Choice, Known
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 VERSIONS = versions.resolve(bridge="0.6.2", mcore="0.19.2", te="2.14", torch="2.11")
 VALUES = {
@@ -126,7 +125,10 @@ def decided(fact, world: dict):
     return fact
 
 
-WORLDS = [dict(big=big, fast=fast, size=size) for big, fast, size in itertools.product((False, True), (False, True), (1, 3))]
+WORLDS = [
+    {"big": big, "fast": fast, "size": size}
+    for big, fast, size in itertools.product((False, True), (False, True), (1, 3))
+]
 
 
 @pytest.fixture(scope="module")
@@ -161,5 +163,6 @@ def test_reading_agrees_with_execution_and_edits_take_effect(path, source):
 
 
 def depends_on_wanted(source: str, name: str) -> bool:
-    """Whether a condition of the recipe asks for a graph setting, so that an edit may change other values through it."""
+    """Whether a condition of the recipe asks for a graph setting, so that an edit may change other values through
+    it."""
     return any(f"m.{wanted} {comparison}" in source for wanted in WANTED for comparison in ("==", "!="))

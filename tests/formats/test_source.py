@@ -11,10 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from cudagraphs.formats.source import (
+    MAX_BYTES,
+    SourceError,
+    Splice,
+    TextFile,
+    load,
+    parse_python,
+    read_bytes,
+    write_atomically,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-
-from cudagraphs.formats.source import MAX_BYTES, SourceError, Splice, TextFile, load, parse_python, read_bytes, write_atomically
 
 HELPERS = Path(__file__).resolve().parents[2] / "helpers"
 
@@ -51,7 +59,11 @@ def test_an_edit_changes_its_span_only(tmp_path, raw):
     assert file.spliced([Splice(start, end, "17")]) == raw.replace(b"a = 1", b"a = 17")
 
 
-@given(text=st.text(alphabet="ab =é\r\n\t'日", max_size=60), cuts=st.lists(st.integers(0, 200), max_size=6), new=st.text(max_size=5))
+@given(
+    text=st.text(alphabet="ab =é\r\n\t'日", max_size=60),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+    new=st.text(max_size=5),
+)
 def test_splices_keep_everything_between_them(text, cuts, new):
     file = TextFile(Path("x.py"), text.encode(), "utf-8", b"", text)
     cuts = sorted({min(cut, len(file.utf8)) for cut in cuts})
@@ -122,7 +134,7 @@ def test_what_is_not_python_is_named_with_its_place(tmp_path, text, message):
     assert "\n" not in str(error.value)
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def test_replaces_the_file_and_keeps_its_mode(tmp_path):
@@ -156,7 +168,12 @@ def test_a_symbolic_link_stays_one_and_its_target_is_replaced(tmp_path):
 
 
 REFUSED = [
-    pytest.param(lambda p: p.write_bytes(b"theirs"), "changed while it was being worked on", b"theirs", id="somebody else wrote it"),
+    pytest.param(
+        lambda p: p.write_bytes(b"theirs"),
+        "changed while it was being worked on",
+        b"theirs",
+        id="somebody else wrote it",
+    ),
     pytest.param(lambda p: p.chmod(0o444), "is read-only", b"old", id="read-only"),
     pytest.param(lambda p: p.unlink(), "changed while it was being worked on", None, id="somebody else removed it"),
 ]
@@ -173,7 +190,10 @@ def test_refused_writes_leave_the_file(tmp_path, meanwhile, message, left):
     assert os.listdir(tmp_path) == (["file.py"] if left is not None else [])
 
 
-@pytest.mark.parametrize("where", [pytest.param("no/such/folder/file.py", id="a folder that does not exist"), pytest.param(".", id="a folder")])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("no/such/folder/file.py", id="a folder that does not exist"), pytest.param(".", id="a folder")],
+)
 def test_targets_that_cannot_be_written_say_so(tmp_path, where):
     with pytest.raises(SourceError):
         write_atomically(tmp_path / where, b"new")

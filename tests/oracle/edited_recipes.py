@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run edited recipe files of a Megatron Bridge release for real, each alone among the released ones.
 
-Every file under DIR/megatron/bridge takes the place of the released file of the same path while its functions run; what it
-imports is the released code. So an edit is judged by what it does itself, not by what edits of its base recipes do.
+Every file under DIR/megatron/bridge takes the place of the released file of the same path while its functions run; what
+it imports is the released code. So an edit is judged by what it does itself, not by what edits of its base recipes do.
 
 Usage:
     python tests/oracle/edited_recipes.py DIR
@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import bridge_recipes  # noqa: E402
+import wheels
+from oracle import bridge_recipes
 
 
 def run_edited(root: Path, path: Path) -> Iterator[dict]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Finalize the model of released recipes twice, as Bridge's training path does (ConfigContainer.validate, then the provider).
+"""Finalize the model of released recipes twice, as Bridge's training path does (ConfigContainer.validate, then the
+provider).
 
 Usage:
     python tests/oracle/finalize_twice.py FILE:FUNCTION...      files as paths under megatron/bridge
@@ -20,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import wheels  # noqa: E402
-from oracle import bridge_recipes  # noqa: E402
+import wheels
+from oracle import bridge_recipes
 
 
 def errors_of(recipe: str) -> list[str | None]:

@@ -2,7 +2,8 @@
 """What Megatron Bridge and Megatron-Core code does to a configuration, as far as reading a recipe needs it.
 
 Field names, defaults and effects are those of megatron-bridge 0.3 to 0.6 (`megatron/bridge/training/config.py`,
-`training/comm_overlap.py`, `training/mixed_precision.py`, `utils/cuda_graph.py`) and of megatron-core's `TransformerConfig`.
+`training/comm_overlap.py`, `training/mixed_precision.py`, `utils/cuda_graph.py`) and of megatron-core's
+`TransformerConfig`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cudagraphs.formats.interpreter import Call, Classes, Interpreter
+from cudagraphs.formats.interpreter import Interpreter
+from cudagraphs.formats.state import Call, Classes
 from cudagraphs.formats.values import (
     ChoiceValue,
     ClassValue,
@@ -31,7 +33,8 @@ from cudagraphs.versions import Versions
 CONTAINER = "ConfigContainer"
 # the class name of a provider that AutoBridge fills from a checkpoint's configuration
 FROM_CHECKPOINT = "AutoBridgeProvider"
-# Sections that ConfigContainer makes by itself, with their classes; the others in SECTIONS are None unless the recipe sets them.
+# Sections that ConfigContainer makes by itself, with their classes; the others in SECTIONS are None unless the recipe
+# sets them.
 SECTION_CLASSES = {
     "rng": "RNGConfig",
     "rerun_state_machine": "RerunStateMachineConfig",
@@ -41,7 +44,18 @@ SECTION_CLASSES = {
     "profiling": "ProfilingConfig",
     "optimizer_config_override_provider": "OptimizerConfigOverrideProvider",
 }
-NONE_SECTIONS = frozenset({"ft", "straggler", "nvrx_straggler", "peft", "comm_overlap", "mixed_precision", "tensor_inspect", "inprocess_restart"})
+NONE_SECTIONS = frozenset(
+    {
+        "ft",
+        "straggler",
+        "nvrx_straggler",
+        "peft",
+        "comm_overlap",
+        "mixed_precision",
+        "tensor_inspect",
+        "inprocess_restart",
+    }
+)
 # Classes that are known by their fields alone: their sources are long and their other fields do not matter here.
 CLASS_SECTIONS = {
     "RNGConfig": "rng",
@@ -52,23 +66,35 @@ CLASS_SECTIONS = {
 }
 OTHER_OPAQUE = frozenset(
     {
-        CONTAINER, "ValidationConfig", "SchedulerConfig", "LoggerConfig", "TokenizerConfig", "CheckpointConfig", "DistributedInitConfig",
-        "ProfilingConfig", "GPTDatasetConfig", "MockGPTDatasetConfig", "CommOverlapConfig", "MixedPrecisionConfig", "LoRA", "DoRA",
+        CONTAINER, "ValidationConfig", "SchedulerConfig", "LoggerConfig", "TokenizerConfig", "CheckpointConfig",
+        "DistributedInitConfig", "ProfilingConfig", "GPTDatasetConfig", "MockGPTDatasetConfig", "CommOverlapConfig",
+        "MixedPrecisionConfig", "LoRA", "DoRA",
     }
 )  # fmt: skip
 # CommOverlapConfig leaves everything to the automatic choice (None) except tp_comm_overlap, which has no default.
 COMM_OVERLAP_FIELDS = frozenset(
-    "overlap_p2p_comm batch_p2p_comm overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step "
-    "align_param_gather bucket_size defer_embedding_wgrad_compute wgrad_deferral_limit overlap_moe_expert_parallel_comm "
-    "delay_wgrad_compute".split()
+    [
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step",
+        "align_param_gather",
+        "bucket_size",
+        "defer_embedding_wgrad_compute",
+        "wgrad_deferral_limit",
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+    ]
 )
 MIXED_PRECISION_FIELDS = {
-    "fp8": None, "fp8_recipe": "tensorwise", "fp8_param": None, "fp8_param_gather": False, "fp8_dot_product_attention": False,
-    "fp8_multi_head_attention": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param_gather": False, "fp16": False, "bf16": False,
+    "fp8": None, "fp8_recipe": "tensorwise", "fp8_param": None, "fp8_param_gather": False,
+    "fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp4": None, "fp4_recipe": "nvfp4",
+    "fp4_param_gather": False, "fp16": False, "bf16": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False, "first_last_layers_bf16": False, "grad_reduce_in_fp32": True,
 }  # fmt: skip
-# What the registered names stand for where Bridge's source is not at hand, as far as it differs from the defaults above.
-# Source: megatron/bridge/training/mixed_precision.py, 0.6.2.
+# What the registered names stand for where Bridge's source is not at hand, as far as it differs from the defaults
+# above. Source: megatron/bridge/training/mixed_precision.py, 0.6.2.
 _FP8 = {"fp8": "hybrid", "fp8_param_gather": True}
 _MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
 _NVFP4 = {"bf16": True, "fp4": "e2m1", "fp4_param_gather": True}
@@ -91,32 +117,56 @@ NAMED_PRECISIONS: dict[str, dict[str, Any]] = {
 }
 # Transformer configurations of megatron-core itself: what is not set holds the default of the release.
 CORE_CONFIGS = frozenset({"TransformerConfig", "MLATransformerConfig", "CoreTransformerConfig"})
-# Providers that are known without their source: TransformerConfig's defaults but for these (`...` is decided at run time).
-# Source: models/gpt_provider.py and models/mla_provider.py of megatron-bridge 0.3 to 0.6.
+# Providers that are known without their source: TransformerConfig's defaults but for these (`...` is decided at run
+# time). Source: models/gpt_provider.py and models/mla_provider.py of megatron-bridge 0.3 to 0.6.
 PLAIN_PROVIDERS = frozenset({"GPTModelProvider", "MLAModelProvider"})
 PLAIN_PROVIDER_DEFAULTS = {
     "attention_softmax_in_fp32": False, "deallocate_pipeline_outputs": True, "masked_softmax_fusion": True,
     "cross_entropy_loss_fusion": True, "gradient_accumulation_fusion": ...,
 }  # fmt: skip
 # Fields that mixed precision writes onto the model when training starts (update_config_with_precision_overrides).
-PRECISION_TO_MODEL = ("fp8", "fp8_recipe", "fp8_param", "fp8_dot_product_attention", "fp8_multi_head_attention", "fp4", "fp4_recipe")
+PRECISION_TO_MODEL = (
+    "fp8",
+    "fp8_recipe",
+    "fp8_param",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "fp4",
+    "fp4_recipe",
+)
 PRECISION_TO_DDP = ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 # CommOverlapConfig.setup copies these onto the model where they are not None.
 OVERLAP_TO_MODEL = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 OVERLAP_TO_DDP = ("overlap_grad_reduce", "overlap_param_gather")
 
 
-# How a model is run, as against what it is: no checkpoint conversion of megatron-bridge 0.3 to 0.6 (models/*/*_bridge.py and the
-# mapping in models/conversion/model_bridge.py) sets these fields, so they hold TransformerConfig's defaults until a recipe does.
+# How a model is run, as against what it is: no checkpoint conversion of megatron-bridge 0.3 to 0.6
+# (models/*/*_bridge.py and the mapping in models/conversion/model_bridge.py) sets these fields, so they hold
+# TransformerConfig's defaults until a recipe does.
 EXECUTION_PREFIXES = (
     "cuda_graph_", "recompute_", "cpu_offloading", "overlap_", "delay_", "tp_comm_", "fp8", "fp4", "gtp_", "offload_",
     "enable_cuda_graph", "external_cuda_graph", "inference_cuda_graph_scope", "fine_grained_activation_offloading",
 )  # fmt: skip
 EXECUTION_FIELDS = frozenset(
-    "use_te_rng_tracker sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "expert_model_parallel_size expert_tensor_parallel_size virtual_pipeline_model_parallel_size moe_expert_capacity_factor "
-    "moe_pad_expert_input_to_capacity moe_layer_recompute moe_input_jitter_eps moe_router_padding_for_fp8 "
-    "moe_router_padding_for_quantization moe_token_drop_policy deterministic_mode hybrid_context_parallel".split()
+    [
+        "use_te_rng_tracker",
+        "sequence_parallel",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_layer_recompute",
+        "moe_input_jitter_eps",
+        "moe_router_padding_for_fp8",
+        "moe_router_padding_for_quantization",
+        "moe_token_drop_policy",
+        "deterministic_mode",
+        "hybrid_context_parallel",
+    ]
 )
 # Providers that choose their own recompute modules: sarvam_provider.py in megatron-bridge 0.6.2.
 OWN_RECOMPUTE = ("sarvam",)
@@ -183,7 +233,11 @@ class BridgeClasses(Classes):
 
     def _from_checkpoint(self, obj: Object, name: str) -> bool:
         """Whether the object is a provider filled from a checkpoint and the field one that no checkpoint sets."""
-        if obj.class_name != FROM_CHECKPOINT or not obj.open_reason.startswith("it comes from") or not is_execution_field(name):
+        if (
+            obj.class_name != FROM_CHECKPOINT
+            or not obj.open_reason.startswith("it comes from")
+            or not is_execution_field(name)
+        ):
             return False
         own = name.startswith("recompute_") and any(family in obj.open_reason.lower() for family in OWN_RECOMPUTE)
         return not own
@@ -207,7 +261,11 @@ class BridgeClasses(Classes):
                     if keyword.arg == "default":
                         return (interpreter.evaluate(keyword.value, frame),)
                     if keyword.arg == "default_factory":
-                        return (interpreter.call(interpreter.evaluate(keyword.value, frame), [], {}, Call(value, frame, {})),)
+                        return (
+                            interpreter.call(
+                                interpreter.evaluate(keyword.value, frame), [], {}, Call(value, frame, {})
+                            ),
+                        )
                 return None
             return (interpreter.evaluate(value, frame),)
         if depth > 12:
@@ -258,7 +316,7 @@ def is_model(obj: Any) -> bool:
     return name in CORE_CONFIGS or name.endswith(("Provider", "ModelConfig", "TransformerConfig", "ModelProvider"))
 
 
-# -- what upstream functions do ---------------------------------------------------------------------------------------------------
+# -- what upstream functions do ----------------------------------------------------------------------------------------
 
 
 def intrinsics(versions: Versions) -> dict[str, Any]:
@@ -275,7 +333,9 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
         model_id = arguments[0].slots["hf_id"].value if arguments and "hf_id" in arguments[0].slots else None
         where = f"the checkpoint {model_id}" if isinstance(model_id, str) else "the checkpoint"
         provider = interpreter.new_object(FROM_CHECKPOINT, open_reason=f"it comes from the configuration of {where}")
-        provider.slots["__hf_id__"] = Slot(model_id if model_id is not None else UnknownValue("the model's name is not known"))
+        provider.slots["__hf_id__"] = Slot(
+            model_id if model_id is not None else UnknownValue("the model's name is not known")
+        )
         provider.call, provider.module, provider.frame = call.node, call.frame.module, call.frame.number
         return provider
 
@@ -297,10 +357,14 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
     def clear_modules(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
         set_modules(interpreter, [arguments[0], interpreter.new_list([])], {}, call)
 
-    def set_full_iteration(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> None:
+    def set_full_iteration(
+        interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call
+    ) -> None:
         site = Site(call.frame.module, call.node, None, call.frame.number, call.frame.nesting > 0)
         interpreter.set_attribute(arguments[0], "cuda_graph_impl", "full_iteration" if has_modules else "local", site)
-        set_modules(interpreter, [arguments[0], interpreter.new_list([] if has_modules else ["full_iteration"])], {}, call)
+        set_modules(
+            interpreter, [arguments[0], interpreter.new_list([] if has_modules else ["full_iteration"])], {}, call
+        )
 
     def get_precision(interpreter: Interpreter, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Any:
         return mixed_precision(interpreter, arguments[0] if arguments else keywords.get("name"))
@@ -329,14 +393,15 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
     }
 
 
-# -- configuration object -> facts ------------------------------------------------------------------------------------------------
+# -- configuration object -> facts -------------------------------------------------------------------------------------
 
 
 def config_kind(value: Any) -> str:
-    """ "container" for a Bridge ConfigContainer, "model" for a bare provider or TransformerConfig, "" for anything else.
+    """ "container" for a Bridge ConfigContainer, "model" for a bare provider or TransformerConfig, "" for anything
+    else.
 
-    A base recipe whose source is not at hand returns an object of unknown class; it counts as a container once the recipe
-    has set a section on it.
+    A base recipe whose source is not at hand returns an object of unknown class; it counts as a container once the
+    recipe has set a section on it.
     """
     if isinstance(value, ChoiceValue):
         return config_kind(value.if_true) or config_kind(value.if_false)
@@ -383,6 +448,10 @@ def _section_facts(
     """The facts of one section of the container: what is set on it, and the defaults of what rules ask for."""
     if isinstance(value, ChoiceValue) and any(True for _ in _objects(value)):
         return _both_sides(value, classes, lambda side: _section_facts(interpreter, section, side, None, classes))
+    if value is None and section == "comm_overlap":
+        # no section leaves every choice to upstream, as None in each of its fields does
+        unset = {name: Known(None, None, "default") for name in defaults.SECTIONS if name.startswith("comm_overlap.")}
+        return {section: _fact(slot or Slot(value)), **unset}
     if not isinstance(value, Object):
         return {section: _fact(slot or Slot(value))}
     facts: dict[str, Fact] = {}
@@ -393,11 +462,17 @@ def _section_facts(
             owner, _, field = name.partition(".")
             if owner == section and name not in facts:
                 default = classes.default(interpreter, value, field)
-                facts[name] = Unknown(default.reason) if isinstance(default, UnknownValue) else Known(_plain(default), None, "default")
+                facts[name] = (
+                    Unknown(default.reason)
+                    if isinstance(default, UnknownValue)
+                    else Known(_plain(default), None, "default")
+                )
     return facts
 
 
-def _both_sides(value: ChoiceValue, classes: BridgeClasses, facts_of_side: Callable[[Any], dict[str, Fact]]) -> dict[str, Fact]:
+def _both_sides(
+    value: ChoiceValue, classes: BridgeClasses, facts_of_side: Callable[[Any], dict[str, Fact]]
+) -> dict[str, Fact]:
     """The facts of an object that is one of two, by a branch."""
     if_true, if_false = facts_of_side(value.if_true), facts_of_side(value.if_false)
     joined = {}
@@ -435,7 +510,10 @@ def _model_facts(interpreter: Interpreter, model: Any, classes: BridgeClasses) -
                 _flatten(facts, key, slot.value)
             else:
                 facts[key] = _fact(slot)
-    # where the class is known, what the recipe leaves alone holds the class's default, which may differ from TransformerConfig's
+            if name == "cuda_graph_impl" and slot.earlier:
+                facts["history.cuda_graph_impl"] = _history(slot)
+    # where the class is known, what the recipe leaves alone holds the class's default, which may differ from
+    # TransformerConfig's
     for name in classes.core_fields:
         if name in facts or model.open_reason and not classes._from_checkpoint(model, name):
             continue
@@ -447,6 +525,13 @@ def _model_facts(interpreter: Interpreter, model: Any, classes: BridgeClasses) -
         elif found is not None and not isinstance(found[0], Object):
             facts[name] = Known(_plain(found[0]), None, "default")
     return facts
+
+
+def _history(slot: Slot) -> Fact:
+    """The values that the recipe function itself gave before, and the one that wins: a base that it changes on purpose
+    is left out."""
+    own = [earlier.value for earlier in slot.earlier if earlier.site is not None and earlier.site.frame == 0]
+    return Known([_plain(value) for value in [*own, slot.value]], slot.site.source if slot.site is not None else None)
 
 
 def _flatten(facts: dict[str, Fact], prefix: str, obj: Object) -> None:
@@ -470,12 +555,15 @@ def _environment(facts: dict[str, Fact], interpreter: Interpreter, config: Objec
 
 
 def mixed_precision(interpreter: Interpreter, value: Any) -> Any:
-    """The configuration object that a mixed precision's name stands for, as upstream's `get_mixed_precision_config` gives it."""
+    """The configuration object that a mixed precision's name stands for, as upstream's `get_mixed_precision_config`
+    gives it."""
     if isinstance(value, ChoiceValue):
         sides = (mixed_precision(interpreter, side) for side in (value.if_true, value.if_false))
         return choose(value.branch, *sides)
     if isinstance(value, UnknownValue) and isinstance(value.default, str):
-        at_default = Branch(f"{value.reason.removeprefix('it comes from ')} is left at its default", Source("", 0), True)
+        at_default = Branch(
+            f"{value.reason.removeprefix('it comes from ')} is left at its default", Source("", 0), True
+        )
         return choose(at_default, mixed_precision(interpreter, value.default), UnknownValue(value.reason))
     if not isinstance(value, str):
         return value
@@ -563,8 +651,11 @@ def _fact(slot: Slot, value: Any = ...) -> Fact:
         unknown = Unknown(value.reason, source)
         if not value.has_default:
             return unknown
-        # both sides are told apart: what the recipe holds when it is called without arguments, and that callers can change it
-        branch = Branch(f"{value.reason.removeprefix('it comes from ')} is left at its default", source or Source("", 0), True)
+        # both sides are told apart: what the recipe holds when it is called without arguments, and that callers can
+        # change it
+        branch = Branch(
+            f"{value.reason.removeprefix('it comes from ')} is left at its default", source or Source("", 0), True
+        )
         return Choice(branch, Known(_plain(value.default), source), unknown)
     if isinstance(value, ListValue):
         items = [_plain(item) for item in value.items]

@@ -15,8 +15,29 @@ from cudagraphs.formats.values import Module
 
 # Libraries whose functions do not change a training configuration and whose sources are too large to follow.
 NOT_FOLLOWED = frozenset(
-    "torch numpy transformers omegaconf hydra nemo_run transformer_engine datasets huggingface_hub triton yaml jinja2 pytest "
-    "wandb tqdm pydantic typing_extensions modelopt apex flash_attn einops".split()
+    [
+        "torch",
+        "numpy",
+        "transformers",
+        "omegaconf",
+        "hydra",
+        "nemo_run",
+        "transformer_engine",
+        "datasets",
+        "huggingface_hub",
+        "triton",
+        "yaml",
+        "jinja2",
+        "pytest",
+        "wandb",
+        "tqdm",
+        "pydantic",
+        "typing_extensions",
+        "modelopt",
+        "apex",
+        "flash_attn",
+        "einops",
+    ]
 )
 HELPERS = Path(__file__).resolve().parents[2]
 
@@ -24,8 +45,8 @@ HELPERS = Path(__file__).resolve().parents[2]
 class Modules:
     """The modules around one recipe file, parsed on demand and kept.
 
-    A dotted name is looked for beside the recipe, in the folders above it that make up its package, in the given extra roots,
-    then where the running Python would import it from.
+    A dotted name is looked for beside the recipe, in the folders above it that make up its package, in the given extra
+    roots, then where the running Python would import it from.
     """
 
     def __init__(self, recipe: Path, roots: list[Path] = ()):
@@ -34,7 +55,7 @@ class Modules:
         self._parsed: dict[str, Module | None] = {}
         self.failed: dict[str, str] = {}
 
-    def copy(self) -> "Modules":
+    def copy(self) -> Modules:
         """The same modules around another version of the recipe's own text."""
         other = Modules.__new__(Modules)
         other.recipe, other.roots = self.recipe, self.roots
@@ -60,7 +81,10 @@ class Modules:
             return None
         relative = name.replace(".", os.sep)
         for root in self.roots:
-            for found, is_package in ((f"{root}{os.sep}{relative}.py", False), (os.path.join(root, relative, "__init__.py"), True)):
+            for found, is_package in (
+                (f"{root}{os.sep}{relative}.py", False),
+                (os.path.join(root, relative, "__init__.py"), True),
+            ):
                 if os.path.isfile(found):
                     state = os.stat(found)
                     try:
@@ -88,7 +112,8 @@ def _module(name: str, label: str, file: TextFile, tree: ast.Module, is_package:
 
 
 def _global_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that bind global names; of a `try` the body, of an `if` both sides (`TYPE_CHECKING` first, so the other wins)."""
+    """Statements that bind global names; of a `try` the body, of an `if` both sides (`TYPE_CHECKING` first, so the
+    other wins)."""
     for statement in body:
         if isinstance(statement, ast.If):
             yield from _global_statements(statement.body)
@@ -108,21 +133,32 @@ def _bound_names(statement: ast.stmt) -> Iterator[str]:
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
         for alias in statement.names:
-            yield alias.asname or (alias.name if isinstance(statement, ast.ImportFrom) else alias.name.partition(".")[0])
+            yield alias.asname or (
+                alias.name if isinstance(statement, ast.ImportFrom) else alias.name.partition(".")[0]
+            )
     elif isinstance(statement, ast.Assign):
         for target in statement.targets:
-            yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+            yield from (
+                node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            )
+    elif (
+        isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None
+    ):
         yield statement.target.id
 
 
 def _package_roots(recipe: Path) -> list[Path]:
-    """The recipe's own folder, then every folder above it up to the first that is no package, then that folder's parents."""
+    """The recipe's own folder, then every folder above it up to the first that is no package, then that folder's
+    parents."""
     folder = recipe.resolve().parent
     roots = [folder]
     parents = [folder, *folder.parents]
     for parent in parents:
-        if (parent / "megatron" / "bridge").is_dir() or (parent.parent / "__init__.py").is_file() or (parent / "__init__.py").is_file():
+        if (
+            (parent / "megatron" / "bridge").is_dir()
+            or (parent.parent / "__init__.py").is_file()
+            or (parent / "__init__.py").is_file()
+        ):
             roots.append(parent)
             roots.append(parent.parent)
     return [root for root in roots if str(root) != root.anchor]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python recipes: which functions of a file build a configuration, what each settles, and how to write settings into one."""
+"""Python recipes: which functions of a file build a configuration, what each settles, and how to write settings into
+one."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cudagraphs.formats import bridge
-from cudagraphs.formats.interpreter import Entry, Interpreter, called_name
+from cudagraphs.formats.interpreter import Interpreter
 from cudagraphs.formats.modules import Modules
 from cudagraphs.formats.source import SourceError, Splice, TextFile, load, parse_python
+from cudagraphs.formats.state import Entry, called_name
 from cudagraphs.formats.values import Object, Site, UnknownValue
 from cudagraphs.rules.defaults import FIELDS
 from cudagraphs.settings import Choice, Fact, Known, Settings
@@ -53,7 +55,12 @@ class PythonRecipe:
     format = "python"
 
     def __init__(
-        self, path: Path, versions: Versions, roots: list[Path] = (), file: TextFile | None = None, modules: Modules | None = None
+        self,
+        path: Path,
+        versions: Versions,
+        roots: list[Path] = (),
+        file: TextFile | None = None,
+        modules: Modules | None = None,
     ):
         self.path, self.versions, self.roots = path, versions, list(roots)
         self.file = file or load(path)
@@ -66,19 +73,22 @@ class PythonRecipe:
         self.intrinsics = bridge.intrinsics(versions)
         self._runs: dict[str, Run] = {}
 
-    # -- which functions ------------------------------------------------------------------------------------------------------
+    # -- which functions -----------------------------------------------------------------------------------------------
 
     def functions(self) -> dict[str, ast.FunctionDef]:
         return {node.name: node for node in self.tree.body if isinstance(node, ast.FunctionDef)}
 
     def candidates(self) -> list[str]:
-        """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top level."""
+        """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top
+        level."""
         public = {name: node for name, node in self.functions().items() if not name.startswith("_")}
         names = [name for name, node in public.items() if looks_like_recipe(node)]
         # a recipe is called without arguments; what needs some is a helper, unless the file has nothing else
         names = [name for name in names if not _required_arguments(public[name])] or names
         if not names:
-            names = [name for name, node in public.items() if any(_calls(CONSUMERS, statement) for statement in node.body)]
+            names = [
+                name for name, node in public.items() if any(_calls(CONSUMERS, statement) for statement in node.body)
+            ]
         own = [node for node in self.tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         if not names and any(_touches_configuration(node) or _calls(CONSUMERS, node) for node in own):
             names.append(SCRIPT)
@@ -96,22 +106,24 @@ class PythonRecipe:
             for pattern in patterns:
                 if not fnmatch.filter(known, pattern):
                     listed = ", ".join(candidates) or "none"
-                    raise RecipeError(f"{self.path}: no function matches --function {pattern!r}; recipe functions here: {listed}")
+                    raise RecipeError(
+                        f"{self.path}: no function matches --function {pattern!r}; recipe functions here: {listed}"
+                    )
             return chosen
         if not candidates:
             raise RecipeError(
-                f"{self.path}: no recipe function found; a recipe function returns a ConfigContainer, a model provider or a "
-                "TransformerConfig (name it with --function if it has another shape)"
+                f"{self.path}: no recipe function found; a recipe function returns a ConfigContainer, a model provider "
+                "or a TransformerConfig (name it with --function if it has another shape)"
             )
         if len(candidates) > 1 and not everything:
             listed = "\n".join(f"  {name}" for name in candidates)
             raise RecipeError(
-                f"{self.path}: {len(candidates)} recipe functions; pick with --function NAME (repeatable, globs allowed) or "
-                f"--all:\n{listed}"
+                f"{self.path}: {len(candidates)} recipe functions; pick with --function NAME "
+                f"(repeatable, globs allowed) or --all:\n{listed}"
             )
         return candidates
 
-    # -- reading --------------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def run(self, name: str) -> Run:
         """Interpret one function. Raises RecipeError where it gives no configuration that can be followed."""
@@ -144,7 +156,13 @@ class PythonRecipe:
             reasons.append(model.reason)
         framework = "megatron-bridge" if kind == "container" or self._imports_bridge() else "megatron-core"
         settings = Settings(
-            framework, self.versions, facts, name, str(self.path), complete=not reasons, incomplete_reason=reasons[0] if reasons else ""
+            framework,
+            self.versions,
+            facts,
+            name,
+            str(self.path),
+            complete=not reasons,
+            incomplete_reason=reasons[0] if reasons else "",
         )
         return Run(name, node, interpreter, entry, settings, kind)
 
@@ -155,7 +173,10 @@ class PythonRecipe:
         return interpreter, interpreter.run_function(self.module, node)
 
     def _imports_bridge(self) -> bool:
-        return any(isinstance(n, ast.ImportFrom) and (n.module or "").startswith("megatron.bridge") for n in ast.walk(self.tree))
+        return any(
+            isinstance(n, ast.ImportFrom) and (n.module or "").startswith("megatron.bridge")
+            for n in ast.walk(self.tree)
+        )
 
     def built_on(self, name: str) -> list[str]:
         """Other functions of this file that call `name`, so that a change to it changes them too."""
@@ -168,13 +189,15 @@ class PythonRecipe:
                 users.append(other)
         return users
 
-    # -- writing --------------------------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------------------
 
-    def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["PythonRecipe", dict[str, str]]:
-        """The recipe with `overrides` (fact name -> value) in effect, and what could not be written here with the reason.
+    def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple[PythonRecipe, dict[str, str]]:
+        """The recipe with `overrides` (fact name -> value) in effect, and what could not be written here with the
+        reason.
 
-        An assignment that already stands in the function is changed in place; what is missing, or does not win from there, is
-        set right before the function returns. The result is interpreted again, so what is returned really holds the values.
+        An assignment that already stands in the function is changed in place; what is missing, or does not win from
+        there, is set right before the function returns. The result is interpreted again, so what is returned really
+        holds the values.
         Raises RecipeError if that does not work out.
         """
         at_end: set[str] = set()
@@ -182,22 +205,27 @@ class PythonRecipe:
         for _ in range(4):
             recipe, skipped = self._with_edits(name, overrides, at_end, touched)
             facts = recipe.run(name).settings.facts
-            missed = {key for key, value in overrides.items() if key not in skipped and not holds(facts.get(key), value)}
+            missed = {
+                key for key, value in overrides.items() if key not in skipped and not holds(facts.get(key), value)
+            }
             if not missed:
                 return recipe, skipped
             # something later in the function, or a helper that it calls, changes these again: set them last
             at_end |= missed & touched
             touched |= missed
         raise RecipeError(
-            f"{self.path}: {name}: cannot make {', '.join(sorted(missed))} take effect; set it by hand after the last change to it"
+            f"{self.path}: {name}: cannot make {', '.join(sorted(missed))} take effect; "
+            "set it by hand after the last change to it"
         )
 
     def _with_edits(
         self, name: str, overrides: Mapping[str, Any], at_end: set[str], touched: set[str]
-    ) -> tuple["PythonRecipe", dict[str, str]]:
-        """One attempt: this recipe with the missing overrides written, those in `at_end` as the function's last statements.
+    ) -> tuple[PythonRecipe, dict[str, str]]:
+        """One attempt: this recipe with the missing overrides written, those in `at_end` as the function's last
+        statements.
 
-        `touched` names facts that an earlier attempt found missing although they held before; it is extended by what is written.
+        `touched` names facts that an earlier attempt found missing although they held before; it is extended by what is
+        written.
         """
         run = self.run(name)
         wanted = {k: v for k, v in overrides.items() if k in touched or not holds(run.settings.facts.get(k), v)}
@@ -241,7 +269,12 @@ def _touches_configuration(node: ast.stmt) -> bool:
     """Whether a statement builds a configuration, or sets something on the model of one."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
-            if called_name(inner) in ("ConfigContainer", "TransformerConfig", "MLATransformerConfig", "to_megatron_provider"):
+            if called_name(inner) in (
+                "ConfigContainer",
+                "TransformerConfig",
+                "MLATransformerConfig",
+                "to_megatron_provider",
+            ):
                 return True
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
             if isinstance(inner.value, ast.Attribute) and inner.value.attr == "model":
@@ -288,7 +321,8 @@ def literal(value: Any) -> str:
 
 
 class _Writer:
-    """The splices that put settings into one function of one recipe. `at_end` names facts that an edit in place did not mend."""
+    """The splices that put settings into one function of one recipe. `at_end` names facts that an edit in place did not
+    mend."""
 
     def __init__(self, recipe: PythonRecipe, run: Run, at_end: set[str]):
         self.recipe, self.run, self.at_end = recipe, run, at_end
@@ -319,19 +353,32 @@ class _Writer:
         return splices
 
     def _anchor(self) -> tuple[str, ast.stmt] | None:
-        """The last graph setting that stands in the function's own body, on a line of its own: others go right below it."""
+        """The last graph setting that stands in the function's own body, on a line of its own: others go right below
+        it."""
         node = self.run.node
-        returned = {s.value.id for s in _own_statements(node) if isinstance(s, ast.Return) and isinstance(s.value, ast.Name)}
+        returned = {
+            s.value.id for s in _own_statements(node) if isinstance(s, ast.Return) and isinstance(s.value, ast.Name)
+        }
         if isinstance(node, ast.Module) or len(returned) != 1:
             return None
         (root,) = returned
         prefix = f"{root}.model.cuda_graph_" if self.run.kind == "container" else f"{root}.cuda_graph_"
         found = [
-            s for s in node.body if isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Attribute)
-            and ast.unparse(s.targets[0]).startswith(prefix) and not self.file.line(s.end_lineno).split("#")[0].rstrip().endswith(";")
-            and self.file.line(s.lineno).strip().startswith(root)
-        ]  # fmt: skip
+            statement
+            for statement in node.body
+            if isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Attribute)
+            and ast.unparse(statement.targets[0]).startswith(prefix)
+            and self._alone_on_its_lines(statement)
+        ]
         return (root, found[-1]) if found else None
+
+    def _alone_on_its_lines(self, statement: ast.stmt) -> bool:
+        """Whether nothing else stands on the statement's first line before it, nor on its last line but a comment."""
+        before = self.file.line(statement.lineno).encode("utf-8")[: statement.col_offset]
+        after = self.file.line(statement.end_lineno).encode("utf-8")[statement.end_col_offset :].strip()
+        return not before.strip() and (not after or after.startswith(b"#"))
 
     def _end_of_line(self, statement: ast.stmt) -> int:
         """The byte offset behind the statement and a comment that follows it on its line."""
@@ -353,7 +400,8 @@ class _Writer:
             appended.append((path, literal(value)))
 
     def _owner(self, fact: str) -> tuple[Object | None, str]:
-        """The object that holds a fact and the path to it from the configuration; (None, reason) where there is none here."""
+        """The object that holds a fact and the path to it from the configuration; (None, reason) where there is none
+        here."""
         run, container = self.run, self.run.kind == "container"
         config = run.config if isinstance(run.config, Object) else None
         section, _, name = fact.rpartition(".")
@@ -363,10 +411,20 @@ class _Writer:
                 return config or Object(""), name
             section = "model"
         elif not container:
-            return None, f"this recipe builds only the model's configuration; set {fact} where the training loop is configured"
-        if name in (*bridge.OVERLAP_TO_MODEL, *bridge.OVERLAP_TO_DDP, "overlap_param_gather_with_optimizer_step") and config is not None:
+            return (
+                None,
+                f"this recipe builds only the model's configuration; set {fact} where the training loop is configured",
+            )
+        if (
+            name in (*bridge.OVERLAP_TO_MODEL, *bridge.OVERLAP_TO_DDP, "overlap_param_gather_with_optimizer_step")
+            and config is not None
+        ):
             overlap = run.interpreter.attribute(config, "comm_overlap")
-            if isinstance(overlap, Object) and overlap.slots.get(name) is not None and overlap.slots[name].value is not None:
+            if (
+                isinstance(overlap, Object)
+                and overlap.slots.get(name) is not None
+                and overlap.slots[name].value is not None
+            ):
                 return overlap, f"comm_overlap.{name}"
         if name in bridge.PRECISION_TO_DDP and section == "ddp":
             return None, "it follows the mixed precision configuration"
@@ -378,23 +436,38 @@ class _Writer:
         return (owner if isinstance(owner, Object) else Object("")), f"{section}.{name}"
 
     def _editable(self, site: Site) -> bool:
-        """Whether the value can be changed where it stands: in this very function, on every path, one target, a plain span."""
+        """Whether the value can be changed where it stands: in this very function, on every path, one target, a plain
+        span."""
         if site.frame != 0 or site.conditional or site.value is None or site.module is not self.recipe.module:
             return False
         return site.call is None or site.module is self.recipe.module
 
     def _environment(self, name: str, value: Any, splices: list[Splice], new_keys: list, appended: list) -> None:
         config = self.run.config
-        variables = self.run.interpreter.attribute(config, "env_vars") if self.run.kind == "container" and isinstance(config, Object) else None
+        variables = (
+            self.run.interpreter.attribute(config, "env_vars")
+            if self.run.kind == "container" and isinstance(config, Object)
+            else None
+        )
         if not isinstance(variables, Object) or (not variables.slots and variables.call is None):
             self.skipped[f"env.{name}"] = "the recipe has no env_vars block"
             return
         plain = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
         slot = variables.slots.get(name)
-        if slot is not None and slot.site is not None and self._editable(slot.site) and f"env.{name}" not in self.at_end:
+        if (
+            slot is not None
+            and slot.site is not None
+            and self._editable(slot.site)
+            and f"env.{name}" not in self.at_end
+        ):
             start, end = self.file.span(slot.site.value)
             splices.append(Splice(start, end, literal(plain)))
-        elif isinstance(variables.call, ast.Dict) and variables.frame == 0 and variables.module is self.recipe.module and f"env.{name}" not in self.at_end:
+        elif (
+            isinstance(variables.call, ast.Dict)
+            and variables.frame == 0
+            and variables.module is self.recipe.module
+            and f"env.{name}" not in self.at_end
+        ):
             new_keys.append((variables.call, name, plain))
         else:
             # a new mapping: the old one may be shared with other recipes
@@ -410,7 +483,9 @@ class _Writer:
             return Splice(start, end, "{" + ", ".join(entries) + "}")
         last_end = self.file.span(node.values[-1])[1]
         tail = self.file.utf8[last_end:end].decode("utf-8")
-        has_comma = any(line.split("#")[0].strip().startswith(",") for line in tail[:-1].splitlines() if line.split("#")[0].strip())
+        has_comma = any(
+            line.split("#")[0].strip().startswith(",") for line in tail[:-1].splitlines() if line.split("#")[0].strip()
+        )
         if "\n" not in body and "\r" not in body:
             glue = " " if has_comma and tail[:-1].strip() == "," else ", "
             at = end - 1
@@ -439,9 +514,12 @@ class _Writer:
             if not isinstance(statement, ast.Return) or statement.value is None or _is_none(statement.value):
                 continue
             indent = self.file.indent(statement.lineno)
-            if self.file.offset(statement.lineno, statement.col_offset) != self.file.line_starts[statement.lineno - 1] + len(indent.encode()):
+            if self.file.offset(statement.lineno, statement.col_offset) != self.file.line_starts[
+                statement.lineno - 1
+            ] + len(indent.encode()):
                 raise RecipeError(
-                    f"{self.recipe.path}:{statement.lineno}: the return shares its line with other code; put it on a line of its own"
+                    f"{self.recipe.path}:{statement.lineno}: the return shares its line with other code; "
+                    "put it on a line of its own"
                 )
             start, end = self.file.span(statement)
             if isinstance(statement.value, ast.Name):
@@ -455,7 +533,9 @@ class _Writer:
                 lines = [*comment, *self._lines(appended, root), f"return {root}"]
                 splices.append(Splice(end, end, "".join(newline + indent + line for line in lines)))
         if not splices:
-            raise RecipeError(f"{self.recipe.path}:{node.lineno}: {node.name} returns nothing that settings can be put on")
+            raise RecipeError(
+                f"{self.recipe.path}:{node.lineno}: {node.name} returns nothing that settings can be put on"
+            )
         return splices
 
     def _lines(self, appended: list[tuple[str, str]], root: str) -> list[str]:
@@ -463,7 +543,9 @@ class _Writer:
 
     def _free_name(self, node: ast.AST) -> str:
         used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        return next(name for name in ("cfg", "config", "recipe_cfg", "graph_cfg", "cfg_with_graphs") if name not in used)
+        return next(
+            name for name in ("cfg", "config", "recipe_cfg", "graph_cfg", "cfg_with_graphs") if name not in used
+        )
 
     def _before_consumer(self, appended: list[tuple[str, str]]) -> Splice:
         newline = self.file.newline
@@ -471,7 +553,10 @@ class _Writer:
         variables = self.run.entry.frame.locals
         root = next((name for name, value in variables.items() if value is self.run.config), None)
         if root is None:
-            raise RecipeError(f"{self.recipe.path}: the configuration has no variable of its own; assign it to one before training starts")
+            raise RecipeError(
+                f"{self.recipe.path}: the configuration has no variable of its own; "
+                "assign it to one before training starts"
+            )
         if consumer is not None:
             indent = self.file.indent(consumer.lineno)
             start = self.file.span(consumer)[0]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text file as bytes that edits splice into: encoding, byte-order mark, line ends and every untouched byte stay as they are."""
+"""A text file as bytes that edits splice into: encoding, byte-order mark, line ends and every untouched byte stay as
+they are."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MAX_BYTES = 4 * 2**20
 
 
 class SourceError(ValueError):
-    """A file that cannot be read, parsed or written; the text is one line that says which file, where and what to do."""
+    """A file that cannot be read, parsed or written; the text is one line that says which file, where and what to
+    do."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,22 @@ class TextFile:
         try:
             return self.bom + b"".join(out).decode("utf-8").encode(self.encoding)
         except UnicodeEncodeError as error:
-            raise SourceError(f"{self.path}: the file's encoding {self.encoding} cannot hold the new text ({error.reason})") from None
+            raise SourceError(
+                f"{self.path}: the file's encoding {self.encoding} cannot hold the new text ({error.reason})"
+            ) from None
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes. Raises SourceError for a missing file, a directory, one that cannot be read, or one over MAX_BYTES."""
+    """The file's bytes. Raises SourceError for a missing file, a directory, one that cannot be read, or one over
+    MAX_BYTES."""
     try:
         size = path.stat().st_size
         if path.is_dir():
             raise SourceError(f"{path}: is a directory; name one recipe file")
         if size > MAX_BYTES:
-            raise SourceError(f"{path}: {size:,} bytes is too large for a recipe (the limit is {MAX_BYTES:,}); split the file")
+            raise SourceError(
+                f"{path}: {size:,} bytes is too large for a recipe (the limit is {MAX_BYTES:,}); split the file"
+            )
         return path.read_bytes()
     except FileNotFoundError:
         raise SourceError(f"{path}: no such file") from None
@@ -104,9 +111,13 @@ def load(path: Path) -> TextFile:
         encoding = "utf-8" if bom else tokenize.detect_encoding(io.BytesIO(body).readline)[0]
         text = body.decode("utf-8" if encoding == "utf-8-sig" else encoding)
     except SyntaxError as error:
-        raise SourceError(f"{path}: unreadable text ({error.msg}); save it as UTF-8 or name its encoding in line 1") from None
+        raise SourceError(
+            f"{path}: unreadable text ({error.msg}); save it as UTF-8 or name its encoding in line 1"
+        ) from None
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: not {error.encoding} at byte {error.start}; save it as UTF-8 or name its encoding in line 1") from None
+        raise SourceError(
+            f"{path}: not {error.encoding} at byte {error.start}; save it as UTF-8 or name its encoding in line 1"
+        ) from None
     return TextFile(path, raw, encoding, bom, text)
 
 
@@ -167,7 +178,8 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, expected: bytes | None = None) -> None:
-    """Replace the file by `data` in one step, keeping its mode; a symbolic link stays a link and its target is replaced.
+    """Replace the file by `data` in one step, keeping its mode; a symbolic link stays a link and its target is
+    replaced.
 
     `expected` is what the file held when it was read: if it holds something else by now, nothing is written.
     Raises SourceError when the file changed meanwhile or cannot be written; the old file is then still whole.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Abstract values of the recipe interpreter: plain Python constants, objects with recorded assignments, and what is not known."""
+"""Abstract values of the recipe interpreter: plain Python constants, objects with recorded assignments, and what is not
+known."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any
 
 from cudagraphs.settings import Branch, Source
 
@@ -52,7 +54,7 @@ class Site:
     whether it ran inside a branch or a loop. `call` is the constructor call whose keyword this is, else None.
     """
 
-    module: "Module"
+    module: Module
     node: ast.AST
     value: ast.expr | None
     frame: int
@@ -67,10 +69,12 @@ class Site:
 
 @dataclass
 class Slot:
-    """An attribute's or key's value with the assignment that gave it."""
+    """An attribute's or key's value with the assignment that gave it. `earlier` holds what it replaced, oldest
+    first."""
 
     value: Any
     site: Site | None = None
+    earlier: tuple[Slot, ...] = ()
 
 
 class Object:
@@ -79,7 +83,7 @@ class Object:
     `open_reason` says why attributes that are not in `slots` are unknown; empty if they hold the class's defaults.
     """
 
-    __slots__ = ("kind", "class_name", "class_value", "slots", "open_reason", "call", "module", "frame")
+    __slots__ = ("call", "class_name", "class_value", "frame", "kind", "module", "open_reason", "slots")
 
     def __init__(self, class_name: str, kind: str = "instance", class_value: Any = None, open_reason: str = ""):
         self.kind = kind
@@ -89,7 +93,7 @@ class Object:
         self.open_reason = open_reason
         # the constructor call or dictionary display that made it, in `module`, run in the function call `frame`
         self.call: ast.expr | None = None
-        self.module: "Module | None" = None
+        self.module: Module | None = None
         self.frame = -1
 
 
@@ -105,7 +109,7 @@ class ListValue:
 @dataclass(frozen=True)
 class FunctionValue:
     node: ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef
-    module: "Module"
+    module: Module
     closure: Any = None
     bound: Any = MISSING
 
@@ -113,12 +117,12 @@ class FunctionValue:
 @dataclass(frozen=True)
 class ClassValue:
     node: ast.ClassDef
-    module: "Module"
+    module: Module
 
 
 @dataclass(frozen=True)
 class ModuleValue:
-    module: "Module"
+    module: Module
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ class Partial:
 
 @dataclass(eq=False)
 class Module:
-    """A parsed source file. `label` is the path as reports show it; `definitions` maps global names to their last definition."""
+    """A parsed source file. `label` is the path as reports show it; `definitions` maps global names to their last
+    definition."""
 
     name: str
     label: str
@@ -147,7 +152,8 @@ class Module:
 
 
 def lift(function: Callable[..., Any], *values: Any, depth: int = 6) -> Any:
-    """Apply `function` to values, once for each side of every choice among them; defaults of unknown arguments carry through.
+    """Apply `function` to values, once for each side of every choice among them; defaults of unknown arguments carry
+    through.
 
     `function` sees neither ChoiceValue nor UnknownValue. A function that raises gives an unknown.
     """
