@@ -360,7 +360,10 @@ def scrub(text: str, workspace: Path) -> str:
     for name, value in os.environ.items():
         if SECRET_NAMES.search(name) and len(value) > 7:
             text = text.replace(value, f"<{name}>")
-    return text.replace(str(workspace), ".").replace(str(workspace.parent), "..").replace(str(Path.home()), "~")
+    # the longest first: a workspace lies in its parent, an interpreter may lie in the home folder
+    for path, name in ((str(workspace), "."), (str(workspace.parent), ".."), (sys.executable, "python"), (str(Path.home()), "~")):
+        text = text.replace(path, name)
+    return re.sub(r"/(?:tmp|root|work|home|dev/shm|var/tmp)/[^\s\"'`;:,)]*", "<path>", text)
 
 
 # -- endpoints ----------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def transcript_of(state: TaskState) -> Transcript:
     for message in state.messages:
         if isinstance(message, ChatMessageAssistant):
             for call in message.tool_calls or []:
-                transcript.actions.append({"tool": call.function, "input": str(call.arguments.get("cmd", call.arguments)), "output": ""})
+                transcript.actions.append({"tool": call.function, "input": str(call.arguments.get("command", call.arguments)), "output": ""})
         elif isinstance(message, ChatMessageTool) and transcript.actions:
             transcript.actions[-1]["output"] = message.text[: agents.OUTPUT_LIMIT]
     return transcript

@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         serve(argv[1], argv[2:])
-    except (wheels.WheelUnavailable, ModuleNotFoundError) as error:
+    except (wheels.WheelUnavailable, ModuleNotFoundError, KeyError) as error:
         print(f"error: {' '.join(argv[1:])}: {error}", file=sys.stderr)
         return 3
     return 0

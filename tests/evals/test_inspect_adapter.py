@@ -12,7 +12,7 @@ from inspect_ai.model import ModelOutput, ModelUsage, get_model  # noqa: E402
 
 def output(text, command=None):
     # without usage the mock model looks for a tokenizer on the network
-    made = ModelOutput.for_tool_call("mock", "bash", {"cmd": command}) if command else ModelOutput.from_content("mock", text)
+    made = ModelOutput.for_tool_call("mock", "bash", {"command": command}) if command else ModelOutput.from_content("mock", text)
     made.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
     return made
 
