@@ -132,5 +132,5 @@ def test_the_real_constructor_accepts_what_was_mended(minor):
     answers = list(transformer_config.ask(transformer_config.full_version(minor), requests))
     refused = [(request, answer) for request, answer in zip(requests, answers) if answer["verdict"] != "accepted"]
     print(f"\nmegatron-core {minor}: {len(answers)} mended configurations built for real, {len(refused)} refused")
-    assert len(answers) == len(requests) > 5
+    assert len(answers) == len(requests) > 2
     assert not refused, refused[0]

@@ -594,4 +594,38 @@ RULES = (
             ),
         ),
     ),
+    Rule(
+        code="CG518",
+        title="Graphs that Bridge 0.3 does not delete",
+        layer="bridge",
+        severity="warning",
+        frameworks=(BRIDGE,),
+        bridge=((0, 3), (0, 4)),
+        when=lambda f, v: f["graph.active"],
+        message="Bridge 0.3 only drops its references to graphs at the end of training",
+        mend="delete the graphs before the process groups are destroyed (delete_graphs.py does), or use a newer Bridge",
+        why="Graphs hold NCCL kernels; destroying the process groups while they live can hang the job at its end.",
+        source="megatron/bridge/training/train.py _delete_cuda_graphs (0.3.1)",
+        bad=(Example({**TRACKED, "cuda_graph_impl": "transformer_engine"}, {"bridge": "0.3.1", "mcore": "0.16.1"}),),
+        good=(Example({**TRACKED, "cuda_graph_impl": "transformer_engine"}, {"bridge": "0.4.2", "mcore": "0.17.1"}),),
+    ),
+    Rule(
+        code="CG519",
+        title="One full-iteration run in a process",
+        layer="bridge",
+        severity="info",
+        frameworks=(BRIDGE,),
+        bridge=((0, 4), (0, 7)),
+        when=lambda f, v: f["graph.full_iteration"],
+        message="after training, Bridge removes the entry that the next full-iteration run of the same process looks "
+        "up",
+        mend="start each run in a process of its own, or clean up with delete_graphs.py",
+        why='The cleanup deletes the key "training" from FullCudaGraphWrapper.cuda_graph instead of the graph in it, '
+        'so that '
+        "a second run stops with a KeyError; nothing is deleted where training ends with an exception.",
+        source="megatron/bridge/training/train.py _delete_cuda_graphs (0.4.2 to 0.6.2)",
+        upstream=("KeyError: 'training'",),
+        bad=(Example(FULL, NEW),),
+        good=(Example({**TE, "cuda_graph_modules": ["attn"]}, NEW),),
+    ),
 )

@@ -53,7 +53,8 @@ def off(facts: Facts, versions: Versions) -> Overrides:
     From 0.18 on "full_iteration" among the scopes turns graphs on even where the implementation is "none", and from
     0.16 on the scopes are checked even then, so scopes that are not plainly harmless go too.
     """
-    overrides: Overrides = {name: False for name in ("enable_cuda_graph", "external_cuda_graph") if known(facts, name, 1)}
+    flags = ("enable_cuda_graph", "external_cuda_graph")
+    overrides: Overrides = {name: False for name in flags if known(facts, name, True)}
     if versions.minor < 15:
         return overrides
     if known(facts, "cuda_graph_impl") != "none":

@@ -438,4 +438,56 @@ RULES = (
         ),
         good=(Example({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]}, {"mcore": "0.17"}),),
     ),
+    Rule(
+        code="CG017",
+        title="A scope that turns graphs on although the implementation is none",
+        layer="config",
+        severity="warning",
+        mcore=(18, None),
+        when=lambda f, v: (
+            f["graph.impl"] == "full_iteration"
+            and f["cuda_graph_impl"] == "none"
+            and not f["enable_cuda_graph"]
+            and not f["external_cuda_graph"]
+        ),
+        message="cuda_graph_impl is none, and the scope full_iteration switches it to full_iteration",
+        mend='set cuda_graph_impl="full_iteration" and empty the scopes if that is meant; else empty the scopes',
+        fix=lambda f, v: mends.full_iteration(f, v),
+        why="From 0.18 the old scope is migrated to the implementation of that name, whatever the implementation was; "
+        "up "
+        "to 0.17, and in Bridge from 0.6, none stays none.",
+        source=f"{GRAPH_CONFIG} get_deprecated_cuda_graph_modules_migration",
+        bad=(Example({"cuda_graph_modules": ["full_iteration"]}, {"mcore": "0.18"}),),
+        good=(
+            Example({"cuda_graph_impl": "full_iteration"}, {"mcore": "0.18"}),
+            Example({"cuda_graph_scope": ["full_iteration"]}, {"mcore": "0.17"}),
+        ),
+    ),
+    Rule(
+        code="CG018",
+        title="A memory pool setting without effect",
+        layer="config",
+        severity="info",
+        mcore=(18, None),
+        when=lambda f, v: (
+            f["cuda_graph_use_single_mempool"] is False and f["graph.active"] and not f["graph.full_iteration"]
+        ),
+        message="cuda_graph_use_single_mempool=False does nothing for the implementation {graph.impl}",
+        mend="remove the setting; from 0.18 it says whether the graphs of full iterations share one pool",
+        why="Up to 0.17 the field spoke of the local implementation's graphs of layers, and its default was False. "
+        "0.18 gave "
+        "it another meaning and another default.",
+        source="megatron/core/transformer/transformer_config.py TransformerConfig.cuda_graph_use_single_mempool",
+        bad=(
+            Example(
+                {"cuda_graph_impl": "transformer_engine", "cuda_graph_use_single_mempool": False}, {"mcore": "0.18"}
+            ),
+        ),
+        good=(
+            Example({"cuda_graph_impl": "full_iteration", "cuda_graph_use_single_mempool": False}, {"mcore": "0.18"}),
+            Example(
+                {"cuda_graph_impl": "transformer_engine", "cuda_graph_use_single_mempool": False}, {"mcore": "0.17"}
+            ),
+        ),
+    ),
 )
