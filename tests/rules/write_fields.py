@@ -86,11 +86,12 @@ def render() -> str:
                 steps.append((minor, value))
     lines = []
     for name in sorted(history):
-        steps = "".join(
-            f"({minor}, {'GONE' if value is gone else '...' if value is ... else _quoted(value)}), "
+        steps = ", ".join(
+            f"({minor}, {'GONE' if value is gone else '...' if value is ... else _quoted(value)})"
             for minor, value in history[name]
         )
-        lines.append(f'    "{name}": ({steps.rstrip()}),\n')
+        # a tuple of one needs its comma; of more, a formatter would spread it over lines
+        lines.append(f'    "{name}": ({steps}{"," if len(history[name]) == 1 else ""}),\n')
     return HEADER.format(releases=", ".join(releases)) + "".join(lines) + "}\n"
 
 

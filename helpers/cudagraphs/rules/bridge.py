@@ -621,7 +621,7 @@ RULES = (
         "up",
         mend="start each run in a process of its own, or clean up with delete_graphs.py",
         why='The cleanup deletes the key "training" from FullCudaGraphWrapper.cuda_graph instead of the graph in it, '
-        'so that '
+        "so that "
         "a second run stops with a KeyError; nothing is deleted where training ends with an exception.",
         source="megatron/bridge/training/train.py _delete_cuda_graphs (0.4.2 to 0.6.2)",
         upstream=("KeyError: 'training'",),
