@@ -41,7 +41,7 @@ from typing import Any
 if not sys.dont_write_bytecode:
     sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
-from cudagraphs import cli, report  # noqa: E402
+from cudagraphs import cli, families, report  # noqa: E402
 from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
@@ -241,13 +241,19 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     if advice.refused:
         findings = [finding for finding in check(run.settings) if finding.severity != "info"]
         return recipe, Outcome(name, before, before, run.settings, advice, {}, {}, findings)
+    if advice.impl == "none" and before.active is False and not request.off:
+        advice = advice._replace(overrides={})  # graphs are off and stay so: nothing to tidy up
     wanted = {**advice.overrides, **request.extra}
     edited, skipped = recipe.edited(name, wanted)
     exports = {key[4:]: str(wanted[key]) for key in skipped if key.startswith("env.")}
     exports.update({key: str(value) for key, value in advice.exports.items()})
     settings = edited.run(name).settings
     # what the report asks to export is taken as exported, or every such recipe would be refused
-    findings = check(settings.with_values({f"env.{key}": value for key, value in exports.items()}))
+    judged = settings.with_values({f"env.{key}": value for key, value in exports.items()})
+    if settings.framework in MEGATRON:
+        # the kind of model that the recommendation went by, where the recipe leaves it to a checkpoint
+        judged = families.assume(judged, families.infer(judged))
+    findings = check(judged)
     skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
     return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
 

@@ -116,6 +116,12 @@ def test_graphs_that_are_on_stay_as_they_are(run):
     assert code == 0 and text == ON and "graphs are on already" in out and "nothing to change" in out
 
 
+def test_where_no_graphs_can_be_recommended_nothing_is_touched(run):
+    source = MOE.replace("num_moe_experts=8", "num_moe_experts=8, cuda_graph_scope='full', recompute_granularity='full'")
+    code, out, _, text = run(source)
+    assert code == 0 and text == source and "no graphs: " in out and "nothing to change" in out
+
+
 def test_a_preset_changes_graphs_that_are_on(run):
     _, _, _, text = run(ON, "--preset", "narrow")
     assert set_in(text)["model.cuda_graph_modules"] == ["attn"]
@@ -314,6 +320,14 @@ def test_both_sides_of_a_branch_are_reported(run):
     )
     _, out, _, _ = run(source)
     assert "depends: moe_token_dispatcher_type: alltoall or flex, by `moe` (recipe.py:7)" in out
+
+
+def test_an_argument_that_a_caller_may_change_is_reported(run):
+    source = DENSE.replace("dense_config()", "dense_config(offload: bool = False)").replace(
+        '"none"\n', '"none"\n    cfg.model.cpu_offloading = offload\n'
+    )
+    _, out, _, _ = run(source)
+    assert "depends: cpu_offloading: False or unknown, by the argument `offload` is left at its default" in out
 
 
 def test_unknown_facts_are_said_to_be_unknown(run):

@@ -102,7 +102,7 @@ def choice_text(fact: Choice) -> str:
 
     def visit(side: Fact) -> None:
         if isinstance(side, Choice):
-            branches.append(f"`{side.branch.text}` ({side.branch.source})")
+            branches.append(str(side.branch))
             sides = (side.if_false, side.if_true) if side.branch.default is False else (side.if_true, side.if_false)
             visit(sides[0])
             visit(sides[1])

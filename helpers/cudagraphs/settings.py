@@ -67,7 +67,13 @@ class Branch:
     default: bool | None = None
 
     def describe(self, side: bool) -> str:
+        if "`" in self.text:  # not an expression of the recipe but a sentence about an argument
+            return self.text if side else self.text.replace("is left at its default", "is given")
         return f"`{self.text}` is {'true' if side else 'false'} ({self.source})"
+
+    def __str__(self) -> str:
+        text = self.text if "`" in self.text else f"`{self.text}`"
+        return f"{text} ({self.source})" if self.source.path else text
 
 
 @dataclass(frozen=True)
