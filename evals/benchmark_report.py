@@ -166,7 +166,7 @@ def _ablation(results: Results) -> str:
 
 
 def differential(results: Results) -> str:
-    command = "python tests/oracle/record.py --check && python -m pytest tests/oracle"
+    command = "python evals/oracle_agreement.py --write evals/results/oracle/agreement.json"
     files = results.files("oracle/*.json", "differential agreement with upstream", command)
     return "\n\n".join(plain(results, path) for path in files) or not_run("differential agreement with upstream", command)
 
