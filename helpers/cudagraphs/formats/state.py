@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 200_000
 MAX_DEPTH = 40
+# turns of a `while` loop
+MAX_TURNS = 100
 
-NORMAL, RETURN, RAISE, LEAVE_LOOP = "normal", "return", "raise", "leave loop"
+NORMAL, RETURN, RAISE, BREAK, CONTINUE = "normal", "return", "raise", "break", "continue"
 
 
 class Budget(Exception):
@@ -35,6 +37,8 @@ class Frame:
     locals: dict[str, Any]
     closure: Frame | None = None
     nesting: int = 0
+    # a `break` or `continue` stands on one side of a branch that is not decided
+    leaves_unsure: bool = False
     statement: ast.stmt | None = None
     path: list[tuple[Branch, bool]] = field(default_factory=list)
     pending: list[tuple[list[tuple[Branch, bool]], Heap, Any]] = field(default_factory=list)

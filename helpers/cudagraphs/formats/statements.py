@@ -8,15 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from cudagraphs.formats.state import (
-    LEAVE_LOOP,
+    BREAK,
+    CONTINUE,
     MAX_STEPS,
+    MAX_TURNS,
     NORMAL,
     RAISE,
     RETURN,
     Budget,
     Frame,
+    Heap,
 )
 from cudagraphs.formats.values import (
+    MISSING,
     ChoiceValue,
     ClassValue,
     FunctionValue,
@@ -26,6 +30,7 @@ from cudagraphs.formats.values import (
     Slot,
     UnknownValue,
     choose,
+    same,
     truth,
 )
 from cudagraphs.settings import Branch, Source
@@ -68,6 +73,9 @@ class Statements:
         for child in ast.walk(load):
             ast.copy_location(child, node.target)
         left, right = self.evaluate(load, frame), self.evaluate(node.value, frame)
+        if isinstance(left, ListValue) and isinstance(node.op, ast.Add) and self._items(right) is not None:
+            left.items += self._items(right)  # in place: every other name of the list sees it
+            return
         self.assign(node.target, self._binary(type(node.op), left, right), frame, node, None)
 
     def _do_Return(self, node: ast.Return, frame: Frame) -> tuple[str, Any]:
@@ -77,9 +85,10 @@ class Statements:
         return RAISE, None
 
     def _do_Break(self, node: ast.Break, frame: Frame) -> tuple[str, Any]:
-        return LEAVE_LOOP, None
+        return BREAK, None
 
-    _do_Continue = _do_Break
+    def _do_Continue(self, node: ast.Continue, frame: Frame) -> tuple[str, Any]:
+        return CONTINUE, None
 
     def _do_Delete(self, node: ast.Delete, frame: Frame) -> None:
         for target in node.targets:
@@ -153,6 +162,8 @@ class Statements:
             frame.pending.append(([*frame.path, (branch, returned_side)], heap, value))
             (heap_f if returned_side else heap_t).restore()
             return (status_f if returned_side else status_t), None
+        # a loop is left, or its turn ended, on one side
+        frame.leaves_unsure = True
         self.merge(branch, heap_t, heap_f)
         return NORMAL, None
 
@@ -183,35 +194,68 @@ class Statements:
         frame.pending.clear()
         return status, value
 
-    def _do_For(self, node: ast.For, frame: Frame) -> tuple[str, Any] | None:
+    def _do_For(self, node: ast.For, frame: Frame) -> tuple[str, Any]:
         items = self._items(self.evaluate(node.iter, frame))
+        before, unsure, frame.leaves_unsure = self.snapshot(), frame.leaves_unsure, False
+        status, value = NORMAL, None
         if items is None:
-
-            def body() -> tuple[str, Any]:
-                self.assign(node.target, UnknownValue("it is a loop variable"), frame, node, None)
-                return self._nested(node.body, frame)
-
-            unknown = UnknownValue("the loop's range is not known")
-            return self.branch(unknown, node.iter, frame, body, lambda: (NORMAL, None))
+            self.assign(node.target, UnknownValue("it is a loop variable"), frame, node, None)
+            return self._unknown_loop(node, before, "it is set in a loop whose range is not known", frame)
         for item in items:
             self.assign(node.target, item, frame, node, None)
             status, value = self._nested(node.body, frame)
-            if status in (RETURN, RAISE):
-                return status, value
-        return None
+            if status not in (NORMAL, CONTINUE):
+                break
+        if frame.leaves_unsure:
+            self._forget_since(before, "it is set in a loop that may end early")
+        frame.leaves_unsure = unsure
+        return self._after_loop(node, status, value, frame)
 
     def _do_While(self, node: ast.While, frame: Frame) -> tuple[str, Any]:
-        for _ in range(100):
+        before, unsure, frame.leaves_unsure = self.snapshot(), frame.leaves_unsure, False
+        for _ in range(MAX_TURNS):
             condition = truth(self.evaluate(node.test, frame))
-            if condition is False:
-                return NORMAL, None
-            if condition is not True:
+            if not isinstance(condition, bool):
                 break
-            status, value = self._nested(node.body, frame)
-            if status != NORMAL:
-                return (NORMAL, None) if status == LEAVE_LOOP else (status, value)
-        unknown = UnknownValue("the loop's length is not known")
-        return self.branch(unknown, node.test, frame, lambda: self._nested(node.body, frame), lambda: (NORMAL, None))
+            status, value = self._nested(node.body, frame) if condition else (NORMAL, None)
+            if not condition or status not in (NORMAL, CONTINUE):
+                if frame.leaves_unsure:
+                    self._forget_since(before, "it is set in a loop that may end early")
+                frame.leaves_unsure = unsure
+                return self._after_loop(node, status, value, frame)
+        return self._unknown_loop(node, before, "it is set in a loop whose length is not known", frame)
+
+    def _after_loop(self, node: ast.For | ast.While, status: str, value: Any, frame: Frame) -> tuple[str, Any]:
+        if status == BREAK:
+            return NORMAL, None
+        if status in (RETURN, RAISE):
+            return status, value
+        return self._nested(node.orelse, frame)
+
+    def _unknown_loop(self, node: ast.For | ast.While, before: Heap, reason: str, frame: Frame) -> tuple[str, Any]:
+        """Run the body once: whatever it sets is unknown, since it may run any number of times."""
+        self._nested(node.body, frame)
+        frame.leaves_unsure = False
+        self._forget_since(before, reason)
+        return NORMAL, None
+
+    def _forget_since(self, before: Heap, reason: str) -> None:
+        """Everything that has changed since `before` becomes unknown."""
+        now = self.snapshot()
+        for key, (obj, slots, _) in now.objects.items():
+            old = before.objects[key][1] if key in before.objects else slots
+            for name in {**old, **slots}:
+                was, now_is = old.get(name), slots.get(name)
+                if was is None or now_is is None or not same(was.value, now_is.value):
+                    obj.slots[name] = Slot(UnknownValue(reason), (now_is or was).site)
+        for key, (held, items) in now.lists.items():
+            if key in before.lists and items != before.lists[key][1]:
+                held.items = [UnknownValue(reason)] * len(items)
+        for number, (frame, variables) in now.frames.items():
+            old = before.frames[number][1] if number in before.frames else variables
+            for name in {**old, **variables}:
+                if not same(old.get(name, MISSING), variables.get(name, MISSING)):
+                    frame.locals[name] = UnknownValue(reason)
 
     def _do_With(self, node: ast.With, frame: Frame) -> tuple[str, Any]:
         for item in node.items:
