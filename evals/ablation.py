@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each part of the skill is good for: take it away, and see which cases the reference agent then fails.
 
-A part is a rule (removed from the registry), a template (its file removed) or a section of SKILL.md (its text removed, together
-with the pages that only it names). The reference agent knows a command, or a sentence to act by, only from that text.
+A part is a rule (removed from the registry), a template (its file removed) or a section of SKILL.md (its text removed,
+together with the pages that only it names). The reference agent knows a command, or a sentence to act by, only from
+that text.
 
 Usage:
     python evals/ablation.py [--write evals/results/builtin/ablation.json] [--only 'rule *'] [--jobs N]
@@ -43,7 +44,14 @@ RULES = (
     "CG003", "CG101", "CG103", "CG105", "CG106", "CG201", "CG204", "CG205", "CG206", "CG301", "CG405",
 )  # fmt: skip
 TEMPLATES = ("torchrun_launch.sh.j2",)
-SECTIONS = ("Instructions", "Available Scripts", "What fits which model", "Examples", "Troubleshooting", "Prerequisites")
+SECTIONS = (
+    "Instructions",
+    "Available Scripts",
+    "What fits which model",
+    "Examples",
+    "Troubleshooting",
+    "Prerequisites",
+)
 
 
 def without_rule(code: str) -> Callable[[Path], None]:
@@ -100,8 +108,8 @@ def run(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """For each part the cases that fail without it; and the cases that fail as it is.
 
-    A case whose final files are the same as with the whole skill has the same grade, and is not graded again (teardown cases run
-    the helpers themselves, and are).
+    A case whose final files are the same as with the whole skill has the same grade, and is not graded again (teardown
+    cases run the helpers themselves, and are).
     """
     table: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="ablation-") as scratch, ThreadPoolExecutor(jobs) as pool:
@@ -114,7 +122,9 @@ def run(
                     return files, True
                 return files, case.grader(upstream)(workspace, transcript).passed
 
-        whole = dict(zip((case.id for case in chosen), pool.map(lambda case: attempt(skill, case, "whole", None), chosen)))
+        whole = dict(
+            zip((case.id for case in chosen), pool.map(lambda case: attempt(skill, case, "whole", None), chosen))
+        )
         broken = [case_id for case_id, (_, passed) in whole.items() if not passed]
         for number, (name, ablate) in enumerate(parts().items()):
             if name not in names:

@@ -2,15 +2,16 @@
 """Agents under test. An agent gets a prompt in a workspace and leaves the workspace changed and a transcript.
 
 Specs (`--agent`):
-    command:CMD...            a command line, run in the workspace; {prompt} is the prompt. Tools that print stream-json are counted:
-                                command:claude -p {prompt} --output-format stream-json --verbose --permission-mode acceptEdits
+    command:CMD...            a command line, run in the workspace; {prompt} is the prompt. Actions are counted for tools
+                              that print JSON lines:
+                                command:claude -p {prompt} --output-format stream-json --verbose
                                 command:codex exec --json --sandbox workspace-write {prompt}
                                 command:gemini -p {prompt} --output-format stream-json --yolo
     openai:MODEL[@URL]        an OpenAI-compatible chat endpoint with one shell tool; the key is in OPENAI_API_KEY
     anthropic:MODEL[@URL]     the same for the Anthropic messages interface; the key is in ANTHROPIC_API_KEY
     replay:DIR                recorded runs: DIR/<arm>/<case>/transcript.json and files/ (evals/results/agents)
-    reference                 follows SKILL.md literally: runs the case's reference commands as far as SKILL.md, or a page that it
-                              names, shows them
+    reference                 follows SKILL.md literally: runs the case's reference commands as far as SKILL.md, or a
+                              page that it names, shows them
     mutant:NAME               the reference, then spoiled in one way (MUTANTS): graders must notice
     null                      does nothing
 """
@@ -79,7 +80,9 @@ def make(spec: str, arm: str) -> Agent:
 
 def clean_environment(workspace: Path) -> dict[str, str]:
     """The environment of what an agent runs: no secrets, and a home of its own."""
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")}
+    kept = {
+        name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+    }
     kept["PATH"] = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
     return {**kept, "HOME": str(workspace.parent), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -93,13 +96,16 @@ def shell(command: str, workspace: Path, seconds: float) -> tuple[int, str]:
         )  # fmt: skip
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        code, output = 124, (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout)
+        code, output = (
+            124,
+            (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout),
+        )
     if len(output) > OUTPUT_LIMIT:
         output = output[: OUTPUT_LIMIT // 2] + "\n...\n" + output[-OUTPUT_LIMIT // 2 :]
     return code, output
 
 
-# -- the reference ------------------------------------------------------------------------------------------------------------
+# -- the reference -----------------------------------------------------------------------------------------------------
 
 
 def reference(case: Case, workspace: Path, limits: Limits) -> Transcript:
@@ -123,11 +129,13 @@ def skill_text(workspace: Path) -> str | None:
         return None
     text = (folder / "SKILL.md").read_text(encoding="utf-8")
     pages = sorted(set(re.findall(r"references/[\w./-]+\.md", text)))
-    return "\n".join([text, *((folder / page).read_text(encoding="utf-8") for page in pages if (folder / page).is_file())])
+    return "\n".join(
+        [text, *((folder / page).read_text(encoding="utf-8") for page in pages if (folder / page).is_file())]
+    )
 
 
 def missing_knowledge(step: dict, known: str | None) -> str:
-    """What of a step the skill's text does not show: a helper, one of its options, or the sentence that the step rests on."""
+    """What of a step the skill's text does not show: a helper, an option, or the sentence that the step rests on."""
     if "needs" in step:
         return "" if known is not None and re.search(step["needs"], " ".join(known.split())) else step["needs"]
     command = step.get("run", "")
@@ -152,13 +160,19 @@ def _take(step: dict, workspace: Path, transcript: Transcript, limits: Limits) -
         files["answer.json"] = json.dumps(step["answer"]) + "\n"
     if "launcher" in step:
         text = (workspace / step["launcher"]).read_text(encoding="utf-8")
-        files[step["launcher"]] = text.replace("python train.py", f"python {SKILL_FOLDER}/helpers/delete_graphs.py -- train.py")
+        files[step["launcher"]] = text.replace(
+            "python train.py", f"python {SKILL_FOLDER}/helpers/delete_graphs.py -- train.py"
+        )
     if "library" in step:
         text = (workspace / step["library"]).read_text(encoding="utf-8")
         head = f'import sys\n\nsys.path.insert(0, __file__.rpartition("/")[0] + "/{SKILL_FOLDER}/helpers")\n'
-        text = text.replace("import torch\n", head + "from delete_graphs import graphs_deleted_on_exit\nimport torch\n", 1)
+        text = text.replace(
+            "import torch\n", head + "from delete_graphs import graphs_deleted_on_exit\nimport torch\n", 1
+        )
         before = "        dist.destroy_process_group()"
-        files[step["library"]] = text.replace(before, f"        with graphs_deleted_on_exit():\n            pass\n{before}")
+        files[step["library"]] = text.replace(
+            before, f"        with graphs_deleted_on_exit():\n            pass\n{before}"
+        )
     for name, pairs in step.get("replace", {}).items():
         text = (workspace / name).read_text(encoding="utf-8")
         for old, new in pairs:
@@ -173,7 +187,7 @@ def _take(step: dict, workspace: Path, transcript: Transcript, limits: Limits) -
     transcript.final_message = step.get("say", transcript.final_message)
 
 
-# -- mutants: what a grader must notice -----------------------------------------------------------------------------------------
+# -- mutants: what a grader must notice --------------------------------------------------------------------------------
 
 
 def _edit(pattern: str, replacement: str, files: str = "*.py") -> Callable[[Path], None]:
@@ -195,7 +209,10 @@ def _flip(workspace: Path) -> None:
     if path.is_file():
         flip = {bool: lambda v: not v, int: lambda v: v + 3, float: lambda v: v * 1.5, str: lambda v: "cuda_graph_impl"}
         answer = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({key: flip.get(type(value), lambda v: v)(value) for key, value in answer.items()}), encoding="utf-8")
+        path.write_text(
+            json.dumps({key: flip.get(type(value), lambda v: v)(value) for key, value in answer.items()}),
+            encoding="utf-8",
+        )
 
 
 def _restore(workspace: Path) -> None:
@@ -208,7 +225,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Case], bool], Callable[[Path], None]]] =
     "all-scopes": (
         "names every scope there is",
         lambda case: case.grader_name == "recipe" and "require" in case.parameters,
-        _edit(r"(cuda_graph_(?:modules|scope) *= *)\[[^\]]*\]", r'\1["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]'),
+        _edit(
+            r"(cuda_graph_(?:modules|scope) *= *)\[[^\]]*\]",
+            r'\1["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]',
+        ),
     ),
     "whole-layer": (
         "leaves the scopes empty, which captures whole layers",
@@ -217,7 +237,10 @@ MUTANTS: dict[str, tuple[str, Callable[[Case], bool], Callable[[Path], None]]] =
     ),
     "off-again": (
         "turns graphs off after turning them on",
-        lambda case: case.grader_name == "recipe" and "cfg" in (case.workspace / case.parameters["file"]).read_text(encoding="utf-8"),
+        lambda case: (
+            case.grader_name == "recipe"
+            and "cfg" in (case.workspace / case.parameters["file"]).read_text(encoding="utf-8")
+        ),
         _at_end('cfg.model.cuda_graph_impl = "none"'),
     ),
     "no-rng-tracker": (
@@ -247,7 +270,9 @@ MUTANTS: dict[str, tuple[str, Callable[[Case], bool], Callable[[Path], None]]] =
     ),
     "flipped-answer": (
         "answers the contrary",
-        lambda case: any("json" in check and check["json"] == "answer.json" for check in case.parameters.get("checks", [])),
+        lambda case: any(
+            "json" in check and check["json"] == "answer.json" for check in case.parameters.get("checks", [])
+        ),
         _flip,
     ),
     "no-answer": (
@@ -262,11 +287,13 @@ MUTANTS: dict[str, tuple[str, Callable[[Case], bool], Callable[[Path], None]]] =
 def spoil(name: str, case: Case, workspace: Path, transcript: Transcript) -> Transcript:
     MUTANTS[name][2](workspace)
     if name == "skill-everywhere":
-        transcript.actions.append({"tool": "shell", "input": f"python {SKILL_FOLDER}/helpers/validate_constraints.py .", "output": ""})
+        transcript.actions.append(
+            {"tool": "shell", "input": f"python {SKILL_FOLDER}/helpers/validate_constraints.py .", "output": ""}
+        )
     return transcript
 
 
-# -- recorded runs ------------------------------------------------------------------------------------------------------------
+# -- recorded runs -----------------------------------------------------------------------------------------------------
 
 
 def replay(folder: Path, workspace: Path) -> Transcript:
@@ -280,11 +307,15 @@ def replay(folder: Path, workspace: Path) -> Transcript:
     if (folder / "files").is_dir():
         shutil.copytree(folder / "files", workspace, dirs_exist_ok=True)
     return Transcript(
-        record["actions"], record["final_message"], record.get("seconds") or 0.0, record.get("tokens"), record.get("stopped", "")
+        record["actions"],
+        record["final_message"],
+        record.get("seconds") or 0.0,
+        record.get("tokens"),
+        record.get("stopped", ""),
     )
 
 
-# -- programs -----------------------------------------------------------------------------------------------------------------
+# -- programs ----------------------------------------------------------------------------------------------------------
 
 
 def command_line(words: list[str], case: Case, workspace: Path, limits: Limits) -> Transcript:
@@ -295,7 +326,12 @@ def command_line(words: list[str], case: Case, workspace: Path, limits: Limits) 
     with log.open("wb") as stream:
         try:
             process = subprocess.Popen(
-                command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=workspace,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             raise AgentError(f"{command[0]}: {error.strerror}") from None
@@ -318,7 +354,7 @@ def command_line(words: list[str], case: Case, workspace: Path, limits: Limits) 
 
 
 def read_stream(output: str, transcript: Transcript) -> None:
-    """Tool calls, tokens and the last message from JSON lines as Claude Code, Codex and Gemini CLI print them; else plain text."""
+    """Tool calls, tokens and the last message from JSON lines as Claude Code, Codex and Gemini CLI print them."""
     plain = []
     for line in output.splitlines():
         try:
@@ -332,7 +368,9 @@ def read_stream(output: str, transcript: Transcript) -> None:
         message = message if isinstance(message, dict) else event
         for block in message.get("content") or [] if isinstance(message.get("content"), list) else []:
             if block.get("type") == "tool_use":
-                transcript.actions.append({"tool": block.get("name"), "input": json.dumps(block.get("input")), "output": ""})
+                transcript.actions.append(
+                    {"tool": block.get("name"), "input": json.dumps(block.get("input")), "output": ""}
+                )
             elif block.get("type") == "tool_result" and transcript.actions:
                 transcript.actions[-1]["output"] = str(block.get("content"))[:OUTPUT_LIMIT]
             elif block.get("type") == "text":
@@ -345,7 +383,9 @@ def read_stream(output: str, transcript: Transcript) -> None:
                 output_text = str(item.get("aggregated_output", ""))[:OUTPUT_LIMIT]
                 transcript.actions.append({"tool": "shell", "input": item["command"], "output": output_text})
         if event.get("type") == "tool_use" and "tool_name" in event:
-            transcript.actions.append({"tool": event["tool_name"], "input": json.dumps(event.get("parameters")), "output": ""})
+            transcript.actions.append(
+                {"tool": event["tool_name"], "input": json.dumps(event.get("parameters")), "output": ""}
+            )
         if event.get("type") == "result" and isinstance(event.get("result"), str):
             transcript.final_message = event["result"]
         usage = event.get("usage") if event.get("type") in ("result", "turn.completed") else None
@@ -361,12 +401,17 @@ def scrub(text: str, workspace: Path) -> str:
         if SECRET_NAMES.search(name) and len(value) > 7:
             text = text.replace(value, f"<{name}>")
     # the longest first: a workspace lies in its parent, an interpreter may lie in the home folder
-    for path, name in ((str(workspace), "."), (str(workspace.parent), ".."), (sys.executable, "python"), (str(Path.home()), "~")):
+    for path, name in (
+        (str(workspace), "."),
+        (str(workspace.parent), ".."),
+        (sys.executable, "python"),
+        (str(Path.home()), "~"),
+    ):
         text = text.replace(path, name)
     return re.sub(r"/(?:tmp|root|work|home|dev/shm|var/tmp)/[^\s\"'`;:,)]*", "<path>", text)
 
 
-# -- endpoints ----------------------------------------------------------------------------------------------------------------
+# -- endpoints ---------------------------------------------------------------------------------------------------------
 
 ENDPOINTS = {
     "openai": ("https://api.openai.com/v1/chat/completions", "OPENAI_API_KEY"),
@@ -389,7 +434,9 @@ def system_prompt(workspace: Path) -> str:
     for file in sorted(workspace.glob(".agents/skills/*/SKILL.md")):
         found = re.search(r"^description: (.+)$", file.read_text(encoding="utf-8"), re.M)
         lines.append(f"- {file.parent.name} ({file.relative_to(workspace)}): {found.group(1) if found else ''}")
-    return SYSTEM + ("\nSkills; read the SKILL.md of one that fits before you start:\n" + "\n".join(lines) if lines else "")
+    return SYSTEM + (
+        "\nSkills; read the SKILL.md of one that fits before you start:\n" + "\n".join(lines) if lines else ""
+    )
 
 
 def endpoint(kind: str, rest: str, case: Case, workspace: Path, limits: Limits) -> Transcript:
@@ -416,7 +463,9 @@ def endpoint(kind: str, rest: str, case: Case, workspace: Path, limits: Limits) 
         for call_id, command in calls:
             code, output = shell(command, workspace, left)
             output = scrub(output, workspace)
-            transcript.actions.append({"tool": "shell", "input": scrub(command, workspace), "output": f"{output}\n[exit {code}]"})
+            transcript.actions.append(
+                {"tool": "shell", "input": scrub(command, workspace), "output": f"{output}\n[exit {code}]"}
+            )
             results.append((call_id, f"{output}\n[exit {code}]"))
         messages += _results(kind, results)
     else:
@@ -433,11 +482,19 @@ def _results(kind: str, results: list[tuple[str, str]]) -> list[dict]:
 
 
 def _openai(url, key, model, system, messages, seconds):
-    tools = [{"type": "function", "function": {"name": TOOL["name"], "description": TOOL["description"], "parameters": TOOL["schema"]}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": TOOL["name"], "description": TOOL["description"], "parameters": TOOL["schema"]},
+        }
+    ]
     body = {"model": model, "messages": [{"role": "system", "content": system}, *messages], "tools": tools}
     answer = _post(url, {"Authorization": f"Bearer {key}"}, body, seconds)
     reply = answer["choices"][0]["message"]
-    calls = [(call["id"], json.loads(call["function"]["arguments"]).get("command", "")) for call in reply.get("tool_calls") or []]
+    calls = [
+        (call["id"], json.loads(call["function"]["arguments"]).get("command", ""))
+        for call in reply.get("tool_calls") or []
+    ]
     return reply, calls, reply.get("content") or "", answer.get("usage", {}).get("total_tokens", 0)
 
 
@@ -445,10 +502,17 @@ def _anthropic(url, key, model, system, messages, seconds):
     tools = [{"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["schema"]}]
     body = {"model": model, "max_tokens": 8192, "system": system, "messages": messages, "tools": tools}
     answer = _post(url, {"x-api-key": key, "anthropic-version": "2023-06-01"}, body, seconds)
-    calls = [(block["id"], block["input"].get("command", "")) for block in answer["content"] if block["type"] == "tool_use"]
+    calls = [
+        (block["id"], block["input"].get("command", "")) for block in answer["content"] if block["type"] == "tool_use"
+    ]
     text = "\n".join(block["text"] for block in answer["content"] if block["type"] == "text")
     usage = answer.get("usage", {})
-    return {"role": "assistant", "content": answer["content"]}, calls, text, usage.get("input_tokens", 0) + usage.get("output_tokens", 0)
+    return (
+        {"role": "assistant", "content": answer["content"]},
+        calls,
+        text,
+        usage.get("input_tokens", 0) + usage.get("output_tokens", 0),
+    )
 
 
 def _post(url: str, headers: dict, body: dict, seconds: float) -> dict:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write BENCHMARK.md from the result files under evals/results/.
 
-Every number comes from a file that a command of this repository wrote, and is shown with both. A section without a file says
-that it was not run, and the command that would.
+Every number comes from a file that a command of this repository wrote, and is shown with both. A section without a
+file says that it was not run, and the command that would.
 
 Usage:
     python evals/benchmark_report.py                 write BENCHMARK.md
@@ -30,8 +30,8 @@ ROOT = EVALS.parent
 HEAD = """\
 # Benchmark
 
-Written by `python evals/benchmark_report.py` from the files under `evals/results/`; edit nothing here. Each section names its files
-and the command that writes them.
+Written by `python evals/benchmark_report.py` from the files under `evals/results/`; edit nothing here. Each section
+names its files and the command that writes them.
 """
 
 
@@ -76,17 +76,18 @@ def percent(value: float) -> str:
     return f"{value:.0%}" if value in (0, 1) else f"{value:.1%}"
 
 
-# -- agent evals --------------------------------------------------------------------------------------------------------------
+# -- agent evals -------------------------------------------------------------------------------------------------------
 
 
 def agent_evals(results: Results) -> str:
     cases = json.loads((EVALS / "evals.json").read_text(encoding="utf-8"))["evals"]
     negatives = sum(not entry["should_trigger"] for entry in cases)
     parts = [
-        f"{len(cases)} cases, {negatives} of them negatives (tasks near the subject to which the skill does not apply). Configurations are "
+        f"{len(cases)} cases, {negatives} of them negatives (tasks near the subject to which the skill does not "
+        "apply). Configurations are "
         "graded by the released upstream code, scripts by running them, answers by value; no model grades another."
     ]
-    command = 'python evals/run_evals.py --collect DIR --agent NAME --record evals/results/agents'
+    command = "python evals/run_evals.py --collect DIR --agent NAME --record evals/results/agents"
     what = "real agents with and without the skill"
     files = results.files("agents/benchmark.json", what, command)
     parts += ["### Real agents", ""] + ([_real_agents(results, files[0])] if files else [not_run(what, command)])
@@ -100,7 +101,8 @@ def _real_agents(results: Results, path: Path) -> str:
     delta = summary.pop("delta", None)
     rows = [
         (arm, row["cases"], row["runs"], percent(row["pass_rate"]["mean"]), f"{row['tool_calls']['mean']:.1f}",
-         f"{row['time_seconds']['mean']:.0f} s", f"{row['tokens']['mean']:.0f}" if row["tokens"]["mean"] else "not known")
+         f"{row['time_seconds']['mean']:.0f} s",
+         f"{row['tokens']['mean']:.0f}" if row["tokens"]["mean"] else "not known")
         for arm, row in summary.items()
     ]  # fmt: skip
     text = f"Agent: {document['agent']}; recorded {document['date']}; one fresh agent a run.\n\n"
@@ -108,7 +110,8 @@ def _real_agents(results: Results, path: Path) -> str:
     if delta:
         text += (
             f"\n\nDifference in pass rate, with minus without, over the {delta['cases']} cases that both arms ran: "
-            f"{delta['pass_rate'] * 100:+.1f} points, 95% interval {delta['low'] * 100:+.1f} to {delta['high'] * 100:+.1f} (bootstrap over cases). "
+            f"{delta['pass_rate'] * 100:+.1f} points, 95% interval {delta['low'] * 100:+.1f} to "
+            f"{delta['high'] * 100:+.1f} (bootstrap over cases). "
         )
         if delta["low"] <= 0 <= delta["high"]:
             text += "The interval holds zero: these runs show no difference in pass rate."
@@ -138,11 +141,24 @@ def _built_in(results: Results) -> str:
             row = document["run_summary"]["with_skill"]
             failed = [run["case"] for run in document["runs"] if not run["passed"]]
             shown = ", ".join(failed) if 0 < len(failed) <= 8 else f"{len(failed)} cases"
-            rows.append((agent, row["cases"], percent(row["pass_rate"]["mean"]), shown, document["date"], f"`{results.name(path)}`"))
+            rows.append(
+                (
+                    agent,
+                    row["cases"],
+                    percent(row["pass_rate"]["mean"]),
+                    shown,
+                    document["date"],
+                    f"`{results.name(path)}`",
+                )
+            )
     if not rows:
-        return not_run("the reference and null agents", "python evals/run_evals.py --agent reference --summary evals/results/builtin/reference.json")
+        return not_run(
+            "the reference and null agents",
+            "python evals/run_evals.py --agent reference --summary evals/results/builtin/reference.json",
+        )
     text = (
-        "The reference runs the commands that SKILL.md shows and must pass all; null does nothing and must fail all. That and the "
+        "The reference runs the commands that SKILL.md shows and must pass all; null does nothing and must fail all. "
+        "That and the "
         "mutants, which spoil the reference's work in one way each, are tests.\n\n"
     )
     return text + table(("agent", "cases", "passed", "failed", "date", "file"), rows)
@@ -156,19 +172,26 @@ def _ablation(results: Results) -> str:
     document = results.load(files[0])
     rows = [(part, len(failed), ", ".join(failed) or "none") for part, failed in document["parts"].items()]
     text = (
-        f"Cases (of {document['cases']} that are no negatives) that the reference fails once a part of the skill is taken away. A rule "
+        f"Cases (of {document['cases']} that are no negatives) that the reference fails once a part of the skill is "
+        "taken away. A rule "
         "that no case depends on still reports; upstream, or another rule, then catches the same configurations.\n\n"
     )
-    return text + table(("taken away", "cases", "which"), rows) + f"\n\nFrom `{results.name(files[0])}`, {document['date']}: `{document['command']}`"
+    return (
+        text
+        + table(("taken away", "cases", "which"), rows)
+        + f"\n\nFrom `{results.name(files[0])}`, {document['date']}: `{document['command']}`"
+    )
 
 
-# -- agreement, corpus, performance ---------------------------------------------------------------------------------------------
+# -- agreement, corpus, performance ------------------------------------------------------------------------------------
 
 
 def differential(results: Results) -> str:
     command = "python evals/oracle_agreement.py --write evals/results/oracle/agreement.json"
     files = results.files("oracle/*.json", "differential agreement with upstream", command)
-    return "\n\n".join(plain(results, path) for path in files) or not_run("differential agreement with upstream", command)
+    return "\n\n".join(plain(results, path) for path in files) or not_run(
+        "differential agreement with upstream", command
+    )
 
 
 def corpus(results: Results) -> str:
@@ -188,11 +211,18 @@ def plain(results: Results, path: Path) -> str:
         if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
             columns = list(dict.fromkeys(column for item in value.values() for column in item))
             head = (label, *(column.replace("_", " ") for column in columns))
-            parts.append(table(head, [(name, *(cell(item.get(column)) for column in columns)) for name, item in value.items()]))
+            parts.append(
+                table(head, [(name, *(cell(item.get(column)) for column in columns)) for name, item in value.items()])
+            )
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             columns = list(dict.fromkeys(column for item in value for column in item))
-            parts.append(f"{label}:\n\n" + table([column.replace("_", " ") for column in columns],
-                                                [[cell(item.get(column)) for column in columns] for item in value]))
+            parts.append(
+                f"{label}:\n\n"
+                + table(
+                    [column.replace("_", " ") for column in columns],
+                    [[cell(item.get(column)) for column in columns] for item in value],
+                )
+            )
         elif isinstance(value, dict):
             single += [(f"{label}: {name}", cell(item)) for name, item in value.items()]
         else:
@@ -228,7 +258,9 @@ def performance(results: Results) -> str:
     files = [path for path in results.files("performance/*.json", "performance of the helpers", command)]
     for path in files:
         document = results.load(path)
-        machine = ", ".join(f"{name} {value}" for name, value in document.get("machine", {}).items() if not isinstance(value, dict))
+        machine = ", ".join(
+            f"{name} {value}" for name, value in document.get("machine", {}).items() if not isinstance(value, dict)
+        )
         versions = ", ".join(f"{name} {value}" for name, value in document.get("versions", {}).items() if value)
         parts.append(f"### {path.stem}\n\nMachine: {machine}. Versions: {versions}.")
         if "cases" in document:
@@ -239,8 +271,12 @@ def performance(results: Results) -> str:
             shown = document.get("summary", {})
             if shown:
                 columns = list(dict.fromkeys(column for row in shown.values() for column in row))
-                parts.append(table(("whole process", *(column.replace("_", " ") for column in columns)),
-                                   [(name, *(cell(row.get(column)) for column in columns)) for name, row in shown.items()]))
+                parts.append(
+                    table(
+                        ("whole process", *(column.replace("_", " ") for column in columns)),
+                        [(name, *(cell(row.get(column)) for column in columns)) for name, row in shown.items()],
+                    )
+                )
             parts.append(table(("", ""), rows))
         parts.append(source(results, path, document))
     return "\n\n".join(parts) or not_run("performance of the helpers", command)
@@ -261,13 +297,14 @@ def _call_costs(document: dict) -> str:
     if memory:
         text += "\n\n" + table(
             ("24 entries", "reserved MiB", "allocated MiB"),
-            [(name, *(cell(row[key] / 2**20) if key in row else row.get("error", "") for key in ("reserved_bytes", "allocated_bytes")))
+            [(name, *(cell(row[key] / 2**20) if key in row else row.get("error", "") for key in ("reserved_bytes",
+            "allocated_bytes")))
              for name, row in memory.items()],
         )  # fmt: skip
     return text
 
 
-# -- GPU evidence -------------------------------------------------------------------------------------------------------------
+# -- GPU evidence ------------------------------------------------------------------------------------------------------
 
 
 def gpu_evidence(results: Results) -> str:
@@ -276,7 +313,10 @@ def gpu_evidence(results: Results) -> str:
     files = results.files("gpu/smoke-*.json", "smoke captures", command)
     if files:
         module = _module(EVALS / "smoke_summary.py")
-        parts += ["### Smoke captures", module.summary([module.load(path) for path in files]).strip().replace("\n### ", "\n#### ")]
+        parts += [
+            "### Smoke captures",
+            module.summary([module.load(path) for path in files]).strip().replace("\n### ", "\n#### "),
+        ]
         parts[-1] = parts[-1].replace("### ", "#### ", 1) if parts[-1].startswith("### ") else parts[-1]
     else:
         parts += ["### Smoke captures", not_run("smoke captures", command)]
@@ -285,7 +325,10 @@ def gpu_evidence(results: Results) -> str:
     parts.append("### Partial graph manager")
     for path in files:
         document = results.load(path)
-        parts += [_call_costs(document) if "cases" in document else plain(results, path), source(results, path, document)]
+        parts += [
+            _call_costs(document) if "cases" in document else plain(results, path),
+            source(results, path, document),
+        ]
     if not files:
         parts.append(not_run("cost and memory of the partial graph manager", command))
     command = "python evals/faults/fault_matrix.py --device cuda --out evals/results/gpu/faults-NAME.json"
@@ -295,14 +338,20 @@ def gpu_evidence(results: Results) -> str:
         document = results.load(path)
         parts += [_module(EVALS / "faults" / "summary.py").summary(document).strip(), source(results, path, document)]
         if document.get("rows_not_run"):
-            results.missing.append((f"{len(document['rows_not_run'])} rows of the fault matrix ({path.name})", document["command"]))
+            results.missing.append(
+                (f"{len(document['rows_not_run'])} rows of the fault matrix ({path.name})", document["command"])
+            )
     if not files:
         parts.append(not_run("the fault matrix", command))
     known = {"smoke", "partial", "faults"}
     for path in sorted(results.folder.glob("gpu/*.json")):
         if path.stem.partition("-")[0] not in known:
             parts += [f"### {path.stem}", plain(results, path)]
-    results.files("gpu/*-x[248]*.json", "runs on two or more GPUs", "torchrun --nproc-per-node 2 helpers/smoke_capture.py --sweep --tp 2")
+    results.files(
+        "gpu/*-x[248]*.json",
+        "runs on two or more GPUs",
+        "torchrun --nproc-per-node 2 helpers/smoke_capture.py --sweep --tp 2",
+    )
     return "\n\n".join(parts)
 
 

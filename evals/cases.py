@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eval cases: read, checked, and written out in the forms that other tools read.
 
-A case is a folder evals/cases/<id>/ with case.yaml, which the agent under test never sees, and workspace/, which it gets a copy
-of. evals.json (one entry a case) and trigger_evals.json (queries that must, or must not, bring the skill up) are generated.
+A case is a folder evals/cases/<id>/ with case.yaml, which the agent under test never sees, and workspace/, which it
+gets a copy of. evals.json (one entry a case) and trigger_evals.json (queries that must, or must not, bring the skill
+up) are generated.
 
 Usage:
     python evals/cases.py            list the cases
@@ -34,7 +35,8 @@ CASES = EVALS / "cases"
 SKILL = "nemo-cuda-graphs"
 GRADERS = ("recipe", "launch", "automodel", "teardown", "outcome")
 CATEGORIES = (
-    "pick-scopes", "repair", "migrate", "why-off", "read-smoke", "teardown", "automodel", "pytorch", "do-not", "negative",
+    "pick-scopes", "repair", "migrate", "why-off", "read-smoke", "teardown", "automodel", "pytorch", "do-not",
+    "negative",
 )  # fmt: skip
 # Also asked of the trigger list, beside the prompts of the cases: short forms, as people type them.
 TRIGGERS = (
@@ -88,7 +90,7 @@ class Case:
         return self.category == "negative"
 
     def grader(self, upstream) -> Callable:
-        """`grade(workspace, transcript) -> Grade`, with the parameters of this case and the skill-use check of negatives."""
+        """`grade(workspace, transcript) -> Grade` with this case's parameters, and the skill-use check of negatives."""
         grade = importlib.import_module(f"graders.{self.grader_name}").grade
         return functools.partial(_graded, grade, self, upstream)
 
@@ -110,7 +112,17 @@ def load(pattern: str = "*") -> list[Case]:
 def load_one(folder: Path) -> Case:
     file = folder / "case.yaml"
     data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    known = {"title", "category", "prompt", "versions", "grader", "parameters", "expectations", "expected_script", "reference"}
+    known = {
+        "title",
+        "category",
+        "prompt",
+        "versions",
+        "grader",
+        "parameters",
+        "expectations",
+        "expected_script",
+        "reference",
+    }
     for key in known ^ set(data):
         raise CaseError(f"{file}: key {key} is {'missing' if key in known else 'unknown'}")
     if data["category"] not in CATEGORIES:
@@ -120,15 +132,17 @@ def load_one(folder: Path) -> Case:
     if not (folder / "workspace").is_dir():
         raise CaseError(f"{folder}: has no workspace folder")
     return Case(
-        folder.name, data["title"], data["category"], data["prompt"].strip(), data["versions"], data["grader"], data["parameters"],
-        data["expectations"], data["expected_script"], data["reference"], folder,
+        folder.name, data["title"], data["category"], data["prompt"].strip(), data["versions"], data["grader"],
+        data["parameters"], data["expectations"], data["expected_script"], data["reference"], folder,
     )  # fmt: skip
 
 
 def evals_json(cases: list[Case]) -> dict:
     entries = []
     for number, case in enumerate(cases, 1):
-        files = sorted(path.relative_to(EVALS.parent).as_posix() for path in case.workspace.rglob("*") if path.is_file())
+        files = sorted(
+            path.relative_to(EVALS.parent).as_posix() for path in case.workspace.rglob("*") if path.is_file()
+        )
         entries.append(
             {
                 "id": number,
@@ -164,7 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.check:
-        stale = [path.name for path, text in generated(cases).items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+        stale = [
+            path.name
+            for path, text in generated(cases).items()
+            if not path.is_file() or path.read_text(encoding="utf-8") != text
+        ]
         print("\n".join(f"{name}: not what `python evals/cases.py --write` writes" for name in stale) or "in step")
         return 1 if stale else 0
     if arguments.write:

@@ -5,9 +5,9 @@ Usage:
     inspect eval evals/inspect_adapter.py --model PROVIDER/MODEL
     inspect eval evals/inspect_adapter.py --model PROVIDER/MODEL -T cases='repair-*' -T arm=without_skill -T turns=40
 
-Each sample gets the case's workspace, and in the arm with_skill the packaged skill in .agents/skills, as files of its sandbox
-(inspect-ai's own skill type leaves helpers/ and templates/ out). The agent has one bash tool. When it is done, the sandbox's
-files are brought out and graded by the same graders as everywhere else.
+Each sample gets the case's workspace, and in the arm with_skill the packaged skill in .agents/skills, as files of its
+sandbox (inspect-ai's own skill type leaves helpers/ and templates/ out). The agent has one bash tool. When it is done,
+the sandbox's files are brought out and graded by the same graders as everywhere else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ def graded():
             with Upstream() as upstream:
                 grade = case.grader(upstream)(workspace, transcript_of(state))
         lines = [f"{'ok  ' if check.passed else 'FAIL'} {check.text}: {check.evidence}" for check in grade.checks]
-        return Score(value=CORRECT if grade.passed else INCORRECT, explanation="\n".join(lines), metadata=grade.as_json()["summary"])
+        return Score(
+            value=CORRECT if grade.passed else INCORRECT,
+            explanation="\n".join(lines),
+            metadata=grade.as_json()["summary"],
+        )
 
     return score
 
@@ -96,7 +100,9 @@ def transcript_of(state: TaskState) -> Transcript:
     for message in state.messages:
         if isinstance(message, ChatMessageAssistant):
             for call in message.tool_calls or []:
-                transcript.actions.append({"tool": call.function, "input": str(call.arguments.get("command", call.arguments)), "output": ""})
+                transcript.actions.append(
+                    {"tool": call.function, "input": str(call.arguments.get("command", call.arguments)), "output": ""}
+                )
         elif isinstance(message, ChatMessageTool) and transcript.actions:
             transcript.actions[-1]["output"] = message.text[: agents.OUTPUT_LIMIT]
     return transcript

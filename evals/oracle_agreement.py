@@ -52,12 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     table = counts(done.stdout)
     if not table:
-        print(f"oracle_agreement: no counts; the tests said: {(done.stdout + done.stderr).strip()[-500:]}", file=sys.stderr)
+        print(
+            f"oracle_agreement: no counts; the tests said: {(done.stdout + done.stderr).strip()[-500:]}",
+            file=sys.stderr,
+        )
         return 3
     for name, row in table.items():
-        print(f"{name}: {row['accepted']} accepted, {row['rejected']} rejected, {row['left_out']} left out, {row['mismatches']} mismatches")
+        print(
+            f"{name}: {row['accepted']} accepted, {row['rejected']} rejected, {row['left_out']} left out, "
+            f"{row['mismatches']} mismatches"
+        )
     if arguments.write:
-        total = {key: sum(row[key] for row in table.values()) for key in ("accepted", "rejected", "left_out", "mismatches")}
+        total = {
+            key: sum(row[key] for row in table.values()) for key in ("accepted", "rejected", "left_out", "mismatches")
+        }
         document = {
             "schema_version": 1,
             "command": "python evals/oracle_agreement.py --write evals/results/oracle/agreement.json",

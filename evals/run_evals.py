@@ -7,19 +7,21 @@ Usage:
     python evals/run_evals.py --agent 'command:claude -p {prompt} --output-format stream-json --verbose' \\
         --arm with_skill --arm without_skill --cases 'repair-*' --repeat 3 --jobs 2 --output out
     python evals/run_evals.py --agent replay:evals/results/agents --arm with_skill --arm without_skill
-    python evals/run_evals.py --grade FOLDER --cases moe-dropless      grade a workspace that an agent worked in elsewhere
-    python evals/run_evals.py --prepare FOLDER --arm with_skill        write workspaces and tasks, to be worked in elsewhere
-    python evals/run_evals.py --collect FOLDER --agent NAME --record evals/results/agents     grade and record what was done there
+    python evals/run_evals.py --grade FOLDER --cases moe-dropless       grade one workspace
+    python evals/run_evals.py --prepare FOLDER --arm with_skill         workspaces and tasks, to be worked in elsewhere
+    python evals/run_evals.py --collect FOLDER --agent NAME --record evals/results/agents       grade and record those
 
-Arms: with_skill (the packaged skill lies in .agents/skills of the workspace), without_skill, other:DIR (another skill folder).
-Every run has a workspace of its own outside the repository: the case's workspace folder, and nothing of the expectations.
-Agent specs: see evals/agents.py.
+Arms: with_skill (the packaged skill lies in .agents/skills of the workspace), without_skill, other:DIR (another skill
+folder). Every run has a workspace of its own outside the repository: the case's workspace folder, and nothing of the
+expectations. Agent specs: see evals/agents.py.
 
-Output: one line a run on stderr, the table of arms on stdout; with --output DIR also DIR/<arm>/<case>/run-N/grading.json and
-transcript.json, and DIR/benchmark.json (run_summary, by category, difference between with_skill and without_skill with a 95%
-interval over cases); with --record DIR the transcripts and final files in the form that replay: reads.
+Output: one line a run on stderr, the table of arms on stdout; with --output DIR also
+DIR/<arm>/<case>/run-N/grading.json and transcript.json, and DIR/benchmark.json (run_summary, by category, difference
+between with_skill and without_skill with a 95% interval over cases); with --record DIR the transcripts and final files
+in the form that replay: reads.
 
-Exit codes: 0 every run passed; 1 a run failed its grader; 2 usage, or an agent that cannot be used; 3 upstream releases missing.
+Exit codes: 0 every run passed; 1 a run failed its grader; 2 usage, or an agent that cannot be used; 3 upstream
+releases missing.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def prepare(case: Case, skill: Path | None, folder: Path) -> Path:
     return workspace
 
 
-def run_one(agent: agents.Agent, case: Case, arm: str, number: int, skill: Path | None, upstream: Upstream, limits, record) -> Run:
+def run_one(
+    agent: agents.Agent, case: Case, arm: str, number: int, skill: Path | None, upstream: Upstream, limits, record
+) -> Run:
     with tempfile.TemporaryDirectory(prefix="eval-") as scratch:
         workspace = prepare(case, skill, Path(scratch))
         transcript = agent(case, workspace, limits)
@@ -115,7 +119,9 @@ def write_record(folder: Path, case: Case, workspace: Path, transcript: Transcri
     for name in sorted(changed & here):
         (folder / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(workspace / name, folder / "files" / name)
-    actions = [{key: agents.scrub(str(value), workspace) for key, value in action.items()} for action in transcript.actions]
+    actions = [
+        {key: agents.scrub(str(value), workspace) for key, value in action.items()} for action in transcript.actions
+    ]
     document = {
         "case": case.id, "prompt": case.prompt, **facts, "actions": actions,
         "final_message": agents.scrub(transcript.final_message, workspace), "seconds": transcript.seconds or None,
@@ -125,7 +131,7 @@ def write_record(folder: Path, case: Case, workspace: Path, transcript: Transcri
     (folder / "transcript.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------------------
+# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def arm_summary(runs: list[Run]) -> dict:
@@ -148,7 +154,7 @@ def rate(runs: list[Run]) -> float:
 
 
 def difference(first: list[Run], second: list[Run], seed: int = 0) -> dict | None:
-    """Pass rate of the first arm minus that of the second over the cases that both ran, with a 95% bootstrap interval over cases."""
+    """Pass rate of the first arm minus that of the second over the cases that both ran; 95% bootstrap interval."""
     rates = []
     for case_id in sorted({run.case.id for run in first} & {run.case.id for run in second}):
         pair = [[run for run in arm if run.case.id == case_id] for arm in (first, second)]
@@ -183,7 +189,10 @@ def table(document: dict) -> str:
     for arm, row in document["run_summary"].items():
         if arm == "delta":
             if row:
-                lines.append(f"difference in pass rate over {row['cases']} cases: {row['pass_rate']:+.1%} [{row['low']:+.1%}, {row['high']:+.1%}]")
+                lines.append(
+                    f"difference in pass rate over {row['cases']} cases: {row['pass_rate']:+.1%} "
+                    f"[{row['low']:+.1%}, {row['high']:+.1%}]"
+                )
             continue
         tokens = f"{row['tokens']['mean']:9.0f}" if row["tokens"]["mean"] else "        -"
         lines.append(
@@ -193,24 +202,40 @@ def table(document: dict) -> str:
     return "\n".join(lines)
 
 
-# -- the command --------------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="run_evals.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="run_evals.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--agent", metavar="SPEC", help="see evals/agents.py")
-    parser.add_argument("--arm", action="append", default=[], metavar="ARM", help="with_skill (default), without_skill, other:DIR; repeatable")
+    parser.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="ARM",
+        help="with_skill (default), without_skill, other:DIR; repeatable",
+    )
     parser.add_argument("--cases", default="*", metavar="GLOB", help="case ids")
     parser.add_argument("--repeat", type=int, default=1, metavar="N")
     parser.add_argument("--jobs", type=int, default=1, metavar="N")
-    parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
-    parser.add_argument("--turns", type=int, default=60, metavar="N", help="model calls for one run of an endpoint (default 60)")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=60, metavar="N", help="model calls for one run of an endpoint (default 60)"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="only what benchmark.json holds")
     parser.add_argument("--record", type=Path, metavar="DIR", help="keep transcripts and final files for replay")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only write workspaces and tasks")
-    parser.add_argument("--collect", type=Path, metavar="DIR", help="grade the workspaces of --prepare after agents worked there")
-    parser.add_argument("--grade", type=Path, metavar="DIR", help="grade a workspace of the one case that --cases names")
+    parser.add_argument(
+        "--collect", type=Path, metavar="DIR", help="grade the workspaces of --prepare after agents worked there"
+    )
+    parser.add_argument(
+        "--grade", type=Path, metavar="DIR", help="grade a workspace of the one case that --cases names"
+    )
     return parser
 
 
@@ -291,16 +316,17 @@ def skill_of(arm: str, scratch: Path) -> Path | None:
 
 
 TASK = """\
-You work in the folder {workspace} and nowhere else: look at no file outside it, and use no web search. `{python}` has PyYAML and
-Jinja2 where you need Python. First run `date +%s > {folder}/started`, as the last thing `date +%s > {folder}/ended`.
+You work in the folder {workspace} and nowhere else: look at no file outside it, and use no web search. `{python}` has
+PyYAML and Jinja2 where you need Python. First run `date +%s > {folder}/started`, as the last thing
+`date +%s > {folder}/ended`.
 {skills}
 The task, as the user wrote it:
 
 {prompt}
 
-When you are done, write {folder}/transcript.json: {{"actions": [{{"tool": "shell" or "edit" or "read", "input": "<the command, or the
-file>", "output": "<what came of it, in a line>"}}, one for each command, edit and read in order], "final_message": "<your answer to
-the user>"}}.
+When you are done, write {folder}/transcript.json: {{"actions": [{{"tool": "shell" or "edit" or "read", "input": "<the
+command, or the file>", "output": "<what came of it, in a line>"}}, one for each command, edit and read in order],
+"final_message": "<your answer to the user>"}}.
 """
 SKILLS = """\
 Skills of this project (read the SKILL.md of one before you start, if it fits the task):
@@ -321,27 +347,36 @@ def write_workspaces(target: Path, chosen: list[Case], skills: dict[str, Path | 
                 description = next(line for line in text.splitlines() if line.startswith("description: "))[13:]
                 path = workspace / ".agents" / "skills" / skill.name
                 listed = SKILLS.format(name=skill.name, path=path, description=description)
-            task = TASK.format(workspace=workspace, folder=folder, python=sys.executable, skills=listed, prompt=case.prompt)
+            task = TASK.format(
+                workspace=workspace, folder=folder, python=sys.executable, skills=listed, prompt=case.prompt
+            )
             (folder / "task.txt").write_text(task, encoding="utf-8")
             print(folder / "task.txt")
     return 0
 
 
 def collect(arguments: argparse.Namespace, chosen: list[Case]) -> int:
-    """Grade DIR/<case>/<arm>/workspace and keep the record. Arms in which nobody worked (no file `ended`) are left out."""
+    """Grade DIR/<case>/<arm>/workspace and keep the record. Arms without a file `ended` are left out."""
     runs = []
     with Upstream() as upstream:
         for case in chosen:
-            for folder in sorted(path for path in (arguments.collect / case.id).glob("*") if (path / "ended").is_file()):
+            for folder in sorted(
+                path for path in (arguments.collect / case.id).glob("*") if (path / "ended").is_file()
+            ):
                 workspace = (folder / "workspace").resolve()
                 transcript = worked(folder)
                 grade = case.grader(upstream)(workspace, transcript)
                 runs.append(Run(case, folder.name, 1, transcript, grade))
-                print(f"{folder.name} {case.id}: {'pass' if grade.passed else 'FAIL ' + '; '.join(runs[-1].summary()['failed_checks'])}")
+                state = "pass" if grade.passed else "FAIL " + "; ".join(runs[-1].summary()["failed_checks"])
+                print(f"{folder.name} {case.id}: {state}")
                 if arguments.record:
-                    date = datetime.fromtimestamp(float((folder / "started").read_text()), timezone.utc).strftime("%Y-%m-%d")
+                    date = datetime.fromtimestamp(float((folder / "started").read_text()), timezone.utc).strftime(
+                        "%Y-%m-%d"
+                    )
                     target = arguments.record / folder.name / case.id
-                    write_record(target, case, workspace, transcript, grade, agent=arguments.agent, arm=folder.name, date=date)
+                    write_record(
+                        target, case, workspace, transcript, grade, agent=arguments.agent, arm=folder.name, date=date
+                    )
     if not runs:
         raise agents.AgentError(f"{arguments.collect}: no finished run of these cases")
     document = benchmark(runs, arguments.agent or "agent", 1)
@@ -356,7 +391,9 @@ def worked(folder: Path) -> Transcript:
     started, ended = (float((folder / name).read_text()) for name in ("started", "ended"))
     try:
         written = json.loads((folder / "transcript.json").read_text(encoding="utf-8"))
-        actions = [action if isinstance(action, dict) else {"tool": "", "input": str(action)} for action in written["actions"]]
+        actions = [
+            action if isinstance(action, dict) else {"tool": "", "input": str(action)} for action in written["actions"]
+        ]
         return Transcript(actions, str(written.get("final_message", "")), ended - started)
     except (OSError, ValueError, KeyError, TypeError):
         return Transcript([], "", ended - started, stopped="no readable transcript.json")

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Ask released upstream code what it makes of a workspace: a Bridge recipe, a Megatron-LM command line, an AutoModel backend.
+"""Ask released upstream code what it makes of a workspace: a Bridge recipe, a Megatron-LM command line, an AutoModel
+backend.
 
 A worker process imports one release (unpacked wheels under torch CPU, stand-ins for what needs a GPU: tests/oracle) and
-answers requests, each in a forked child, so that what a recipe does to the process is gone with it. Workers start when they
-are first asked and end with `Upstream.close()`.
+answers requests, each in a forked child, so that what a recipe does to the process is gone with it. Workers start when
+they are first asked and end with `Upstream.close()`.
 
 Usage: a library; `python evals/upstream.py serve KIND VERSION...` is what it runs for itself.
     kinds: bridge BRIDGE MCORE | core MCORE | lm MCORE | automodel AUTOMODEL
@@ -12,9 +13,9 @@ Usage: a library; `python evals/upstream.py serve KIND VERSION...` is what it ru
 Requests and answers are one JSON object a line.
     bridge, core   {"workspace", "file", "function", "world_size", "te"}
                    -> {"verdict": "accepted" | "rejected" | "broken", "error", "impl", "modules", "settings"}
-                   "settings" are flat ("model.cuda_graph_impl"), as the recipe leaves them; impl and modules are what upstream's
-                   own validation (runtime_config_update, as training calls it; TransformerConfig for core) makes of them.
-                   "broken": the file does not run, or returns no configuration.
+                   "settings" are flat ("model.cuda_graph_impl"), as the recipe leaves them; impl and modules are what
+                   upstream's own validation makes of them (runtime_config_update, as training calls it;
+                   TransformerConfig for core). "broken": the file does not run, or returns no configuration.
     lm             {"argv", "env", "te"} -> the answer of tests/oracle/megatron_lm_args.py
     automodel      {"backend": {...}} -> {"verdict", "error", "modules"}
 
@@ -59,7 +60,9 @@ class Upstream:
 
         versions: {"bridge", "mcore", "te"}; without bridge the function returns a TransformerConfig.
         """
-        key = ("bridge", versions["bridge"], versions["mcore"]) if versions.get("bridge") else ("core", versions["mcore"])
+        key = (
+            ("bridge", versions["bridge"], versions["mcore"]) if versions.get("bridge") else ("core", versions["mcore"])
+        )
         request = {"workspace": str(workspace), "file": file, "function": function, "world_size": world_size}
         return self._ask(key, {**request, "te": versions.get("te", transformer_config.DEFAULT_TE)})
 
@@ -100,12 +103,13 @@ class Upstream:
                 line = ""
         if not line:
             raise UpstreamUnavailable(
-                f"the worker for {' '.join(key)} ended (its reason is on stderr); `python tests/wheels.py` fetches the wheels"
+                f"the worker for {' '.join(key)} ended (its reason is on stderr); "
+                "`python tests/wheels.py` fetches the wheels"
             )
         return json.loads(line)
 
 
-# -- the worker ------------------------------------------------------------------------------------------------------------
+# -- the worker --------------------------------------------------------------------------------------------------------
 
 
 def serve(kind: str, versions: list[str]) -> None:
@@ -141,7 +145,10 @@ def _in_child(answer, request: dict) -> dict:
         text = stream.read()
     os.waitpid(child, 0)
     if not text:
-        return {"verdict": "broken", "error": {"type": "Timeout", "text": f"no answer within {ANSWER_LIMIT_S} s", "in": ""}}
+        return {
+            "verdict": "broken",
+            "error": {"type": "Timeout", "text": f"no answer within {ANSWER_LIMIT_S} s", "in": ""},
+        }
     return json.loads(text)
 
 

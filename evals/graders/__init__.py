@@ -3,10 +3,10 @@
 
     grade(workspace, transcript, *, case, upstream) -> Grade
 
-One module a kind of result, its function named `grade`; `case.grader(upstream)` binds the last two, so that callers hold a
-plain `grade(workspace, transcript)`. Configurations are judged by released upstream code (evals/upstream.py) and by the scopes
-that the case expects, scripts by running them, answers by their values. None of them asks another model, and none trusts the
-skill's own validator.
+One module a kind of result, its function named `grade`; `case.grader(upstream)` binds the last two, so that callers
+hold a plain `grade(workspace, transcript)`. Configurations are judged by released upstream code (evals/upstream.py)
+and by the scopes that the case expects, scripts by running them, answers by their values. None of them asks another
+model, and none trusts the skill's own validator.
 """
 
 from __future__ import annotations
@@ -48,14 +48,19 @@ class Grade:
         total = len(self.checks)
         return {
             "assertion_results": [asdict(check) for check in self.checks],
-            "summary": {"passed": passed, "failed": total - passed, "total": total, "pass_rate": passed / total if total else 0.0},
+            "summary": {
+                "passed": passed,
+                "failed": total - passed,
+                "total": total,
+                "pass_rate": passed / total if total else 0.0,
+            },
             "passed": self.passed,
         }
 
 
 @dataclass
 class Transcript:
-    """What an agent did. actions: [{"tool", "input", "output"}] in order; tokens and tool calls are None where unknown."""
+    """What an agent did. actions: [{"tool", "input", "output"}] in order; tokens is None where unknown."""
 
     actions: list[dict] = field(default_factory=list)
     final_message: str = ""

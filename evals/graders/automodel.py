@@ -41,7 +41,9 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
         return result
     scopes, require = set(answer["modules"]), set(wanted.get("require", []))
     allowed = require | set(wanted.get("allow", []))
-    result.add(f"captures {sorted(require)} and nothing beyond {sorted(allowed)}", require <= scopes <= allowed, sorted(scopes))
+    result.add(
+        f"captures {sorted(require)} and nothing beyond {sorted(allowed)}", require <= scopes <= allowed, sorted(scopes)
+    )
     for name, values in wanted.get("settings", {}).items():
         result.add(f"{name} is {' or '.join(map(str, values))}", after.get(name) in values, after.get(name))
     free = [f"{wanted['backend']}.cuda_graph*", *wanted.get("may_change", [])]
@@ -56,5 +58,7 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {key: item for name, child in value.items() for key, item in flat(child, f"{path}.{name}".strip(".")).items()}
+        return {
+            key: item for name, child in value.items() for key, item in flat(child, f"{path}.{name}".strip(".")).items()
+        }
     return {path: value}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades a launch script by running it with a recorder in place of the launcher, and by asking Megatron-LM about what it starts.
+"""Grades a launch script by running it with a recorder in place of the launcher, and by asking Megatron-LM about what
+it starts.
 
 Parameters of the case:
     script, arguments               what to run
@@ -25,7 +26,8 @@ RUN_LIMIT_S = 20
 LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun")
 GRAPH_OPTIONS = (
     "--cuda-graph-impl", "--cuda-graph-scope", "--cuda-graph-modules", "--cuda-graph-warmup-steps", "--te-rng-tracker",
-    "--no-check-for-nan-in-loss-and-grad", "--enable-cuda-graph", "--external-cuda-graph", "--inference-cuda-graph-scope",
+    "--no-check-for-nan-in-loss-and-grad", "--enable-cuda-graph", "--external-cuda-graph",
+    "--inference-cuda-graph-scope",
     "--cuda-graph-use-single-mempool",
 )  # fmt: skip
 RECORDER = """#!{python}
@@ -40,10 +42,18 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
     only_changed(result, case.workspace, workspace, wanted.get("may_edit", [wanted["script"]]))
     outcome.apply(result, workspace, transcript, wanted.get("checks", []))
     after = launched(workspace, wanted["script"], wanted.get("arguments", []))
-    if not result.add(f"{wanted['script']} starts the training program", after is not None, "it does" if after else "no launcher was called"):
+    if not result.add(
+        f"{wanted['script']} starts the training program",
+        after is not None,
+        "it does" if after else "no launcher was called",
+    ):
         return result
     argv, env = options(after["argv"]), after["env"]
-    named = {name: env[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "CUDA_DEVICE_MAX_CONNECTIONS") if name in env}
+    named = {
+        name: env[name]
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER", "CUDA_DEVICE_MAX_CONNECTIONS")
+        if name in env
+    }
     named["WORLD_SIZE"] = str(wanted.get("world_size", 8))
     answer = upstream.command_line(case.versions, argv, named)
     error = answer["error"]
@@ -60,7 +70,11 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
     require = set(wanted.get("require", []))
     allowed = require | set(wanted.get("allow", []))
     if require or "allow" in wanted:
-        result.add(f"captures {sorted(require)} and nothing beyond {sorted(allowed)}", require <= scopes <= allowed, sorted(scopes))
+        result.add(
+            f"captures {sorted(require)} and nothing beyond {sorted(allowed)}",
+            require <= scopes <= allowed,
+            sorted(scopes),
+        )
     if impl != "none":
         result.add("a graph-safe RNG tracker is on", state["te_rng_tracker"], state["te_rng_tracker"])
     for flag in wanted.get("flags", []):
@@ -68,7 +82,11 @@ def grade(workspace, transcript, *, case, upstream) -> Grade:
     for flag in wanted.get("no_flags", []):
         result.add(f"{flag} is not given", flag not in argv, " ".join(argv)[-200:])
     for name, values in wanted.get("environment", {}).items():
-        result.add(f"{name} is {' or '.join(map(str, values))}", env.get(name) in [str(value) for value in values], env.get(name))
+        result.add(
+            f"{name} is {' or '.join(map(str, values))}",
+            env.get(name) in [str(value) for value in values],
+            env.get(name),
+        )
     before = launched(case.workspace, wanted["script"], wanted.get("arguments", []))
     if before is None:  # the script is the agent's own
         return result
@@ -88,7 +106,9 @@ def launched(workspace: Path, script: str, arguments: list[str]) -> dict | None:
             stub.chmod(0o755)
         env = {"PATH": f"{scratch}:{os.environ['PATH']}", "HOME": scratch, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
         try:
-            subprocess.run(["bash", script, *arguments], cwd=workspace, env=env, capture_output=True, timeout=RUN_LIMIT_S)
+            subprocess.run(
+                ["bash", script, *arguments], cwd=workspace, env=env, capture_output=True, timeout=RUN_LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             return None
         return json.loads(Path(record).read_text(encoding="utf-8")) if Path(record).is_file() else None

@@ -3,10 +3,11 @@
 
 Parameters of the case:
     checks     a list, each one of
-        {json: FILE, path: a.b.0, one_of: [...] | matches: REGEX | number: N, within: SHARE | contains: [...] | empty: true}
+        {json: FILE, path: a.b.0, and one of
+           one_of: [...] | matches: REGEX | number: N, within: SHARE | contains: [...] | empty: true}
         {yaml: FILE, path: ..., the same}
         {text: FILE, matches: REGEX} or {text: FILE, lacks: REGEX}
-        {run: [python, script.py, ...], exit: 0, prints: REGEX}          `python` is the interpreter that runs the graders
+        {run: [python, script.py, ...], exit: 0, prints: REGEX}      `python` is the interpreter that runs the graders
         {reply: REGEX} or {reply_lacks: REGEX}                            the agent's last message
     may_edit   globs of the case's files that may be edited (default: none)
 Text is compared without regard to case; `one_of` compares strings without regard to surrounding spaces.
@@ -50,10 +51,16 @@ def apply(result: Grade, workspace: Path, transcript, checks: list[dict]) -> Non
 
 def _reply(result: Grade, message: str, check: dict) -> None:
     if "reply" in check:
-        result.add(f"the reply says {check['reply']}", re.search(check["reply"], message, re.I | re.S), message or "no reply")
+        result.add(
+            f"the reply says {check['reply']}", re.search(check["reply"], message, re.I | re.S), message or "no reply"
+        )
     else:
         found = re.search(check["reply_lacks"], message, re.I | re.S)
-        result.add(f"the reply does not say {check['reply_lacks']}", bool(message) and not found, found or message or "no reply")
+        result.add(
+            f"the reply does not say {check['reply_lacks']}",
+            bool(message) and not found,
+            found or message or "no reply",
+        )
 
 
 def _run(result: Grade, workspace: Path, check: dict) -> None:
@@ -79,7 +86,11 @@ def _text(result: Grade, workspace: Path, check: dict) -> None:
         result.add(f"{check['text']} has {check['matches']}", bool(found), seen)
     else:
         found = text is not None and re.search(check["lacks"], text, re.I | re.S)
-        result.add(f"{check['text']} lacks {check['lacks']}", text is not None and not found, found or ("lacks it" if text else "no file"))
+        result.add(
+            f"{check['text']} lacks {check['lacks']}",
+            text is not None and not found,
+            found or ("lacks it" if text else "no file"),
+        )
 
 
 def _value(result: Grade, workspace: Path, check: dict) -> None:
@@ -94,9 +105,13 @@ def _value(result: Grade, workspace: Path, check: dict) -> None:
         result.add(f"{name} is there", False, f"{type(error).__name__}: {error}".replace(str(workspace), "."))
         return
     if "one_of" in check:
-        result.add(f"{name} is one of {check['one_of']}", any(_same(value, item) for item in check["one_of"]), repr(value))
+        result.add(
+            f"{name} is one of {check['one_of']}", any(_same(value, item) for item in check["one_of"]), repr(value)
+        )
     elif "matches" in check:
-        result.add(f"{name} matches {check['matches']}", re.search(check["matches"], str(value), re.I | re.S), repr(value))
+        result.add(
+            f"{name} matches {check['matches']}", re.search(check["matches"], str(value), re.I | re.S), repr(value)
+        )
     elif "number" in check:
         number = float(value) if isinstance(value, (int, float, str)) and _is_number(value) else None
         near = number is not None and abs(number - check["number"]) <= check["within"] * abs(check["number"])

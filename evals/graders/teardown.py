@@ -9,7 +9,8 @@ Parameters of the case:
                    code       the exit code: a number, or "failure" for any that is not 0
                    captures   false: the run ends before a graph exists
     may_edit     globs of files that may be edited
-    keeps        regexes that the edited script must still match: training work that must not be dropped to get out of the hang
+    keeps        regexes that the edited script must still match: training work that must not be dropped to get out of
+    the hang
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from graders import Grade, only_changed
 
 FAKE_STACK = Path(__file__).parent / "fake_stack"
 RUN_LIMIT_S = 20
-# How long destroy_process_group() may wait for graphs that are alive before it counts as a hang: nobody frees them any more.
+# How long destroy_process_group() may wait for graphs that are alive before it counts as a hang: nobody frees them any
+# more.
 HANG_AFTER_S = 1.5
 TORCHRUN = """#!/bin/bash
-while [[ $1 == -* ]]; do case $1 in -m|--module) shift; exec {python} -m "$@";; --*=*) shift;; --standalone) shift;; *) shift 2;; esac; done
-exec {python} "$@"
+while [[ $1 == -* ]]; do case $1 in -m|--module) shift; exec {python} -m "$@";; --*=*) shift;; --standalone) shift;; *)
+shift 2;; esac; done exec {python} "$@"
 """
 
 
@@ -52,18 +54,32 @@ def _scenario(result: Grade, workspace: Path, command: list[str], scenario: dict
     name = scenario["name"]
     code, events, said = run(workspace, [*command, *scenario.get("arguments", [])], scenario.get("fail_at", 0))
     kinds = [event["event"] for event in events]
-    if not result.add(f"{name}: no hang", code is not None, f"exit {code}" if code is not None else "killed while it waited"):
+    if not result.add(
+        f"{name}: no hang", code is not None, f"exit {code}" if code is not None else "killed while it waited"
+    ):
         return
     expected = scenario.get("code", 0)
     right = code != 0 if expected == "failure" else code == expected
     result.add(f"{name}: exit code is {expected}", right, f"exit {code}: {said[-200:]}")
     if scenario.get("captures", True):
-        result.add(f"{name}: graphs were captured and replayed", "capture" in kinds and "replay" in kinds, f"{kinds.count('replay')} replays")
+        result.add(
+            f"{name}: graphs were captured and replayed",
+            "capture" in kinds and "replay" in kinds,
+            f"{kinds.count('replay')} replays",
+        )
         if "steps" in scenario:
-            result.add(f"{name}: every step was trained", kinds.count("replay") >= scenario["steps"], f"{kinds.count('replay')} replays")
+            result.add(
+                f"{name}: every step was trained",
+                kinds.count("replay") >= scenario["steps"],
+                f"{kinds.count('replay')} replays",
+            )
         result.add(f"{name}: graphs were reset, not abandoned", "reset" in kinds, f"{kinds.count('reset')} resets")
     left = [event for event in events if event["event"] == "exit"]
-    result.add(f"{name}: left through a normal exit with no live graph", bool(left) and left[-1]["live"] == 0, left or "no exit event")
+    result.add(
+        f"{name}: left through a normal exit with no live graph",
+        bool(left) and left[-1]["live"] == 0,
+        left or "no exit event",
+    )
     if expected == 0:
         result.add(f"{name}: the process group was destroyed", "destroyed" in kinds, kinds[-5:])
 
@@ -89,7 +105,13 @@ def run(workspace: Path, command: list[str], fail_at: int) -> tuple[int | None, 
         }
         command = [str(tools / "python") if command[0] == "python" else command[0], *command[1:]]
         process = subprocess.Popen(
-            command, cwd=copy, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=copy,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         code = _wait(process, log)
         _, said = process.communicate()

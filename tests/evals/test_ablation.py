@@ -9,7 +9,7 @@ import pytest
 TABLE = [
     ("rule CG106", "fp8-router-padding", "dense-pretrain"),
     ("template torchrun_launch.sh.j2", "launch-script-new", "dense-pretrain"),
-    ("SKILL.md section Instructions", "teardown-plain-torch", None),
+    ("SKILL.md section Instructions", "smoke-neutral", "dense-pretrain"),
 ]
 
 

@@ -34,7 +34,14 @@ def test_without_files_every_section_says_so(tmp_path):
         assert f"## {title}\n" in text
     assert text.count("Not run: ") >= 8
     missing = text[text.index("## What was not run") :]
-    for command in ("run_evals.py --collect", "recipe_corpus.py", "smoke_capture.py", "fault_matrix.py", "bench_helpers.py", "ablation.py"):
+    for command in (
+        "run_evals.py --collect",
+        "recipe_corpus.py",
+        "smoke_capture.py",
+        "fault_matrix.py",
+        "bench_helpers.py",
+        "ablation.py",
+    ):
         assert command in missing
 
 
@@ -102,6 +109,8 @@ def test_the_repository_is_in_step():
     assert benchmark_report.main(["--check"]) == 0, "run python evals/benchmark_report.py"
 
 
-@pytest.mark.parametrize("path", sorted((benchmark_report.EVALS / "results").rglob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((benchmark_report.EVALS / "results").rglob("*.json")), ids=lambda path: path.name
+)
 def test_result_files_are_read(path):
     assert json.loads(path.read_text(encoding="utf-8"))

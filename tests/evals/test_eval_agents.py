@@ -19,7 +19,9 @@ CASES_A_MUTANT = 3
 def runs(spec, chosen, upstream, skill):
     agent = agents.make(spec, "with_skill")
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(lambda case: run_evals.run_one(agent, case, "with_skill", 1, skill, upstream, LIMITS, None), chosen)
+        done = pool.map(
+            lambda case: run_evals.run_one(agent, case, "with_skill", 1, skill, upstream, LIMITS, None), chosen
+        )
         return {run.case.id: run for run in done}
 
 
@@ -37,7 +39,10 @@ def null_runs(upstream, skill):
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
 def test_the_reference_passes(case, reference_runs):
     run = reference_runs[case.id]
-    assert run.grade.passed, (run.summary()["failed_checks"], [action["output"][-300:] for action in run.transcript.actions])
+    assert run.grade.passed, (
+        run.summary()["failed_checks"],
+        [action["output"][-300:] for action in run.transcript.actions],
+    )
 
 
 @pytest.mark.wheels

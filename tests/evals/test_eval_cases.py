@@ -49,7 +49,17 @@ def test_generated_files_are_in_step():
 def test_evals_json_has_the_union_form():
     document = json.loads((EVALS / "evals.json").read_text(encoding="utf-8"))
     assert document["skill_name"] == SKILL
-    keys = {"id", "name", "prompt", "expected_output", "files", "assertions", "expectations", "expected_skill", "expected_script"}
+    keys = {
+        "id",
+        "name",
+        "prompt",
+        "expected_output",
+        "files",
+        "assertions",
+        "expectations",
+        "expected_skill",
+        "expected_script",
+    }
     for number, entry in enumerate(document["evals"], 1):
         assert set(entry) == keys | {"should_trigger", "grader"}
         assert entry["id"] == number

@@ -9,7 +9,7 @@ import cases
 import pytest
 from graders import Transcript
 
-ON = "cfg.model.cuda_graph_impl = \"transformer_engine\""
+ON = 'cfg.model.cuda_graph_impl = "transformer_engine"'
 RNG = "cfg.model.use_te_rng_tracker = True\n    cfg.rng.te_rng_tracker = True"
 MOE = '"attn", "moe_router", "moe_preprocess"'
 ENV = '"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",'
@@ -25,7 +25,10 @@ def before_return(*lines):
 def moe(scopes, *more, register=True):
     pairs = [
         ('cfg.model.cuda_graph_impl = "none"', ON),
-        ('cfg.model.cuda_graph_scope = "full"', f"cfg.model.cuda_graph_scope = None\n    cfg.model.cuda_graph_modules = [{scopes}]"),
+        (
+            'cfg.model.cuda_graph_scope = "full"',
+            f"cfg.model.cuda_graph_scope = None\n    cfg.model.cuda_graph_modules = [{scopes}]",
+        ),
     ]
     return {"recipe.py": [*pairs, *([(ENV, REGISTER)] if register else []), *more]}
 
@@ -34,7 +37,8 @@ def answer(**values):
     return {"answer.json": json.dumps(values)}
 
 
-# (case, what was done, edits: file -> new text, or pairs of old and new text; the check that must fail, None for a pass)
+# (case, what was done, edits: file -> new text, or pairs of old and new text; the check that must fail, None for a
+# pass)
 TABLE = [
     ("moe-dropless", "right", moe(MOE, before_return(*RNG.split("\n    "))), None),
     ("moe-dropless", "empty", {}, "the implementation is"),

@@ -28,7 +28,10 @@ def program(tmp_path, text):
 
 
 def test_a_command_line_agent_works_in_its_workspace(tmp_path, workspace):
-    spec = program(tmp_path, "import sys, pathlib\npathlib.Path('seen.txt').write_text(sys.argv[1])\nprint('all done')\n") + " {prompt}"
+    spec = (
+        program(tmp_path, "import sys, pathlib\npathlib.Path('seen.txt').write_text(sys.argv[1])\nprint('all done')\n")
+        + " {prompt}"
+    )
     transcript = agents.make(spec, "with_skill")(CASE, workspace, agents.Limits(20))
     assert (workspace / "seen.txt").read_text() == CASE.prompt
     assert transcript.final_message == "all done"
@@ -59,12 +62,18 @@ def test_secrets_are_not_recorded(tmp_path, workspace, monkeypatch):
 
 STREAMS = {
     "claude": [
-        {"type": "assistant", "message": {"content": [{"type": "tool_use", "name": "Bash", "input": {"command": "ls"}}]}},
+        {
+            "type": "assistant",
+            "message": {"content": [{"type": "tool_use", "name": "Bash", "input": {"command": "ls"}}]},
+        },
         {"type": "user", "message": {"content": [{"type": "tool_result", "content": "recipe.py"}]}},
         {"type": "result", "result": "done", "usage": {"input_tokens": 90, "output_tokens": 10}},
     ],
     "codex": [
-        {"type": "item.completed", "item": {"type": "command_execution", "command": "ls", "aggregated_output": "recipe.py"}},
+        {
+            "type": "item.completed",
+            "item": {"type": "command_execution", "command": "ls", "aggregated_output": "recipe.py"},
+        },
         {"type": "item.completed", "item": {"type": "agent_message", "text": "done"}},
         {"type": "turn.completed", "usage": {"input_tokens": 90, "output_tokens": 10}},
     ],
@@ -75,7 +84,11 @@ STREAMS = {
 def test_streams_are_counted(client):
     transcript = Transcript()
     agents.read_stream("\n".join(map(json.dumps, STREAMS[client])), transcript)
-    assert len(transcript.actions) == 1 and "ls" in transcript.actions[0]["input"] and transcript.actions[0]["output"] == "recipe.py"
+    assert (
+        len(transcript.actions) == 1
+        and "ls" in transcript.actions[0]["input"]
+        and transcript.actions[0]["output"] == "recipe.py"
+    )
     assert transcript.final_message == "done" and transcript.tokens == 100
 
 
@@ -90,10 +103,17 @@ class Endpoint(BaseHTTPRequestHandler):
         Endpoint.requests.append((dict(self.headers), body))
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if "max_tokens" in body:
-            blocks = [{"type": "tool_use", "id": "1", "name": "shell", "input": {"command": FIX}}, {"type": "text", "text": "done"}]
+            blocks = [
+                {"type": "tool_use", "id": "1", "name": "shell", "input": {"command": FIX}},
+                {"type": "text", "text": "done"},
+            ]
             answer = {"content": blocks[turn:], "usage": {"input_tokens": 40, "output_tokens": 10}}
         else:
-            call = {"id": "1", "type": "function", "function": {"name": "shell", "arguments": json.dumps({"command": FIX})}}
+            call = {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "shell", "arguments": json.dumps({"command": FIX})},
+            }
             message = {"role": "assistant", "content": "done", "tool_calls": [call] if turn == 0 else None}
             answer = {"choices": [{"message": message}], "usage": {"total_tokens": 50}}
         data = json.dumps(answer).encode()
@@ -158,7 +178,10 @@ def test_record_and_replay(tmp_path, capsys):
 
 def test_prepare_and_collect(tmp_path, capsys):
     folder = tmp_path / "elsewhere"
-    assert run_evals.main(["--prepare", str(folder), "--cases", CASE.id, "--arm", "with_skill", "--arm", "without_skill"]) == 0
+    assert (
+        run_evals.main(["--prepare", str(folder), "--cases", CASE.id, "--arm", "with_skill", "--arm", "without_skill"])
+        == 0
+    )
     for arm, works in (("with_skill", True), ("without_skill", False)):
         place = folder / CASE.id / arm
         assert ("SKILL.md" in (place / "task.txt").read_text()) == (arm == "with_skill")
@@ -167,9 +190,14 @@ def test_prepare_and_collect(tmp_path, capsys):
             script.write_text(script.read_text().replace("48G", "72G"))
         (place / "started").write_text("1764000000\n")
         (place / "ended").write_text("1764000042\n")
-    (folder / CASE.id / "with_skill" / "transcript.json").write_text('{"actions": [{"tool": "edit", "input": "prep.sbatch"}]}')
+    (folder / CASE.id / "with_skill" / "transcript.json").write_text(
+        '{"actions": [{"tool": "edit", "input": "prep.sbatch"}]}'
+    )
     record = tmp_path / "record"
-    assert run_evals.main(["--collect", str(folder), "--cases", CASE.id, "--agent", "someone", "--record", str(record)]) == 0
+    assert (
+        run_evals.main(["--collect", str(folder), "--cases", CASE.id, "--agent", "someone", "--record", str(record)])
+        == 0
+    )
     summary = json.loads((record / "benchmark.json").read_text())["run_summary"]
     assert summary["with_skill"]["pass_rate"]["mean"] == 1.0 and summary["without_skill"]["pass_rate"]["mean"] == 0.0
     assert summary["delta"]["pass_rate"] == 1.0

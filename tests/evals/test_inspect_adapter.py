@@ -12,7 +12,11 @@ from inspect_ai.model import ModelOutput, ModelUsage, get_model  # noqa: E402
 
 def output(text, command=None):
     # without usage the mock model looks for a tokenizer on the network
-    made = ModelOutput.for_tool_call("mock", "bash", {"command": command}) if command else ModelOutput.from_content("mock", text)
+    made = (
+        ModelOutput.for_tool_call("mock", "bash", {"command": command})
+        if command
+        else ModelOutput.from_content("mock", text)
+    )
     made.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
     return made
 
@@ -25,7 +29,11 @@ def run(outputs, tmp_path, **parameters):
 
 @pytest.mark.parametrize(
     "command, value",
-    [("sed -i s/--mem=48G/--mem=72G/ prep.sbatch", "C"), ("sed -i s/--mem=48G/--mem=64G/ prep.sbatch", "I"), ("ls", "I")],
+    [
+        ("sed -i s/--mem=48G/--mem=72G/ prep.sbatch", "C"),
+        ("sed -i s/--mem=48G/--mem=64G/ prep.sbatch", "I"),
+        ("ls", "I"),
+    ],
     ids=["right", "wrong", "nothing done"],
 )
 def test_a_case_is_graded(command, value, tmp_path):

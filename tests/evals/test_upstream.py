@@ -13,7 +13,12 @@ def config():
 """
 TABLE = [
     ("accepted", GOOD.format(more="cuda_graph_impl='transformer_engine', cuda_graph_modules=['attn']"), "accepted", ""),
-    ("rejected by upstream", GOOD.format(more="cuda_graph_impl='transformer_engine', cuda_graph_modules=['moe']"), "rejected", "MoE"),
+    (
+        "rejected by upstream",
+        GOOD.format(more="cuda_graph_impl='transformer_engine', cuda_graph_modules=['moe']"),
+        "rejected",
+        "MoE",
+    ),
     ("unknown field", GOOD.format(more="cuda_graphs=True"), "rejected", "unexpected keyword"),
     ("leaves the process", "import sys\n\ndef config():\n    sys.exit(0)\n", "broken", "SystemExit"),
     ("leaves it at once", "import os\n\ndef config():\n    os._exit(0)\n", "broken", "no answer"),
@@ -34,7 +39,10 @@ def test_a_recipe(text, verdict, says, upstream, tmp_path):
 
 @pytest.mark.wheels
 def test_a_recipe_leaves_no_trace(upstream, tmp_path):
-    spoil = "from megatron.core.transformer import transformer_config\n\ndef config():\n    transformer_config.TransformerConfig = None\n"
+    spoil = (
+        "from megatron.core.transformer import transformer_config\n\ndef config():\n"
+        "    transformer_config.TransformerConfig = None\n"
+    )
     (tmp_path / "spoil.py").write_text(spoil, encoding="utf-8")
     (tmp_path / "recipe.py").write_text(GOOD.format(more=""), encoding="utf-8")
     assert upstream.recipe(VERSIONS, tmp_path, "spoil.py", "config")["verdict"] == "broken"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of PyTorch as a teardown case needs, without a GPU: graphs that are alive or not, and process groups that wait for them.
+"""As much of PyTorch as a teardown case needs, without a GPU: graphs that are alive or not, and process groups that
+wait for them.
 
-What matters is kept: a captured graph that was neither reset nor freed makes destroy_process_group() wait for ever, as NCCL does
-for a communicator that a graph still uses. Every event goes as a JSON line to the file that TEARDOWN_EVENTS names.
+What matters is kept: a captured graph that was neither reset nor freed makes destroy_process_group() wait for ever, as
+NCCL does for a communicator that a graph still uses. Every event goes as a JSON line to the file that TEARDOWN_EVENTS
+names.
 """
 
 import atexit
