@@ -329,6 +329,12 @@ EDITS = [
         "torchrun p.py \\\n  --num-layers 2\n",
     ),
     (
+        "the last two options go",
+        "torchrun p.py \\\n  --num-layers 2 \\\n  --cuda-graph-scope full \\\n  --cuda-graph-modules attn\necho\n",
+        {"cuda_graph_modules": [], "cuda_graph_scope": None},
+        "torchrun p.py \\\n  --num-layers 2\necho\n",
+    ),
+    (
         "old name of the scopes goes",
         "torchrun p.py --num-layers 2 --cuda-graph-impl transformer_engine --cuda-graph-scope full --x\n",
         {"cuda_graph_modules": ["attn"], "cuda_graph_scope": None},

@@ -70,7 +70,6 @@ SPLICES = [
     ("beyond ASCII", "ü: 1\nm: {é: ✓}\n", ["m", "b"], "ß", 'ü: 1\nm: {é: ✓, b: "ß"}\n'),
     ("empty file", "", ["a", "b"], 1, "a:\n  b: 1\n"),
     ("only a comment", "# x\n", ["a"], 1, "# x\na: 1\n"),
-    ("json", '{"a": {"b": 1}}\n', ["a", "c"], "x", '{"a": {"b": 1, c: x}}\n'),
 ]
 
 
@@ -96,6 +95,15 @@ REMOVALS = [
 @pytest.mark.parametrize("source, path, expected", [row[1:] for row in REMOVALS], ids=[row[0] for row in REMOVALS])
 def test_removal(source, path, expected):
     assert document(source).without(path).text == expected
+
+
+def test_json_stays_json():
+    path = Path("file.json")
+    text = '{"a": {"b": 1}}\n'
+    file = YamlFile(path, TextFile(path, text.encode(), "utf-8", b"", text))
+    assert file.with_value(["a", "c"], ["x", None]).text == '{"a": {"b": 1, "c": ["x", null]}}\n'
+    assert file.with_value(["d", "e"], True).text == '{"a": {"b": 1}, "d": {"e": true}}\n'
+    assert file.with_value(["a", "b"], "y").text == '{"a": {"b": "y"}}\n'
 
 
 def test_windows_line_ends_are_kept():

@@ -25,7 +25,9 @@ from cudagraphs.rules import defaults
 from cudagraphs.settings import Fact, Settings
 from cudagraphs.versions import Versions
 
+# Options are changed where variables are set, then where they are used; each removal is a round of its own.
 ROUNDS = 3
+MAX_REMOVALS = 64
 SAFE = re.compile(r"[\w./:,=@%+-]+")
 DIALECTS = {"megatron-lm": flags.MegatronLM, "megatron-core": flags.MegatronLM}
 
@@ -168,16 +170,15 @@ class LaunchScript:
         """
         recipe, skipped = self, {}
         before = self.run(name).settings
-        for attempt in range(ROUNDS):
+        attempt = removals = 0
+        while attempt < ROUNDS and removals < MAX_REMOVALS:
             run = recipe.run(name)
             wanted = {k: v for k, v in overrides.items() if k not in skipped and not in_effect(run.settings, k, v)}
             if not wanted:
                 break
             variables = {} if self.listed else {k[4:]: v for k, v in wanted.items() if k.startswith("env.")}
-            changes, reasons = run.dialect.changes(
-                {k: v for k, v in wanted.items() if k[4:] not in variables or not k.startswith("env.")},
-                run.settings.facts,
-            )
+            settings = {k: v for k, v in wanted.items() if self.listed or not k.startswith("env.")}
+            changes, reasons = run.dialect.changes(settings, run.settings.facts)
             skipped.update(reasons)
             writer = _Writer(recipe, run, at_reference=attempt > 0)
             splices = [*writer.options(changes), *writer.environment(variables)]
@@ -190,6 +191,7 @@ class LaunchScript:
             if not splices:
                 break
             recipe = recipe._with(splices)
+            removals, attempt = (removals + 1, attempt) if writer.removing else (removals, attempt + 1)
         after = recipe.run(name).settings
         stuck = [k for k, v in overrides.items() if k not in skipped and not in_effect(after, k, v)]
         if stuck:
@@ -200,6 +202,8 @@ class LaunchScript:
             if k not in overrides and before.facts[k] != after.facts.get(k) and not _derived(k, overrides)
         ]
         others = [k for k in others if _value_of(before.facts[k]) != _value_of(after.facts.get(k))]
+        # an exported variable may itself hold the options
+        others = [k for k in others if not (k.startswith("env.") and "--" in str(_value_of(before.facts[k])))]
         if others:
             raise SourceError(
                 f"{self.path}: {name}: the edit would also change {', '.join(others)}; set the options by hand"
@@ -299,15 +303,21 @@ class _Writer:
         self.skipped: dict[str, str] = {}
         # options to take away that are not in sight, in a command whose options are not all in sight
         self.open_removals: list[str] = []
+        # whether the splices take something away, so that there may be more to do in the same way
+        self.removing = False
 
     # -- options -----------------------------------------------------------------------------------
 
     def options(self, changes: list[Change]) -> list[Splice]:
+        """The next thing that goes, else what changes and comes: its place is in the text that is left."""
         splices: dict[tuple[int, int], Splice] = {}
         added: list[Change] = []
         for change in changes:
-            for splice in self._option(change, added):
-                splices[(splice.start, splice.end)] = splice
+            found = self._option(change, added)
+            if change.remove and found:
+                self.removing = True
+                return found
+            splices.update({(splice.start, splice.end): splice for splice in found})
         return [*splices.values(), *self._added(added)]
 
     def _option(self, change: Change, added: list[Change]) -> list[Splice]:
@@ -320,7 +330,7 @@ class _Writer:
         if change.remove:
             if not same and not self.run.settings.complete:
                 self.open_removals.append(change.name)
-            return [splice for option in same for splice in self._removal(option)]
+            return self._removal(same[0]) if same else []
         splices = [splice for option in same for splice in self._revalued(option, change)]
         if not any(not option.guards for option in same):
             added.append(change)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral facts of a run, as JSON or YAML: for plain PyTorch, Transformer Engine, DeepSpeed, or any run described in
-words.
+"""Neutral facts of a run, as JSON or YAML: for plain PyTorch, Transformer Engine, DeepSpeed, or a run told in words.
 
-    {"framework": "pytorch", "name": "my loop", "facts": {"optimizer.type": "AdamW"}, "env": {"NCCL_GRAPH_REGISTER":
-    "0"}}
+    {"framework": "pytorch", "facts": {"torch.capture": "partial"}, "env": {"NCCL_GRAPH_REGISTER": "0"}}
 
 Keys: `framework` (one of the names that --framework takes; needed), `name`, `versions` (component to version, below
 what flags give), `facts` (fact name to value, nested or dotted), `env`, `complete` (false: what is not named is

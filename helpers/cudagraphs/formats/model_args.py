@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files with a MODEL_ARGS block of Megatron-LM arguments and an ENV_VARS block, as Megatron-LM's functional tests
-have.
+"""YAML files with a MODEL_ARGS block of Megatron-LM arguments and an ENV_VARS block, as its functional tests have.
 
 Source: tests/functional_tests/shell_test_utils/_run_training.sh of NVIDIA/Megatron-LM: `true` makes a bare option, a
 value in square brackets is several words, one in parentheses or with spaces is one word, and `${NAME}` comes from the
-environment."""
+environment.
+"""
 
 from __future__ import annotations
 

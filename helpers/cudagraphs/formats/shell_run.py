@@ -549,7 +549,8 @@ def _is_command_line(item: Item) -> bool:
 
 
 def _environment(state: State) -> dict[str, list[Word]]:
-    names = sorted(name for name in state.exported if name in state.variables)
+    # bash passes no arrays on, exported or not
+    names = sorted(name for name in state.exported if isinstance(state.variables.get(name), Scalar))
     return {name: _scalar_words(state.variables[name]) for name in names}
 
 

@@ -7,6 +7,7 @@ afterwards the text is loaded again, and the data must differ from before at tha
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ class YamlFile:
         self.path = path
         self.file = file or load(path)
         self.text = self.file.text
+        # JSON is read as YAML, but what is written into it has to stay JSON
+        self.json = path.suffix == ".json"
         try:
             # libyaml's marks differ in places from those of the pure Python loader, whose data it gives ten times as
             # fast
@@ -113,6 +116,8 @@ class YamlFile:
 
         Raises SourceError where the edit would change anything else, or something on the way is no mapping.
         """
+        if self.json:
+            text = json.dumps(value)
         written = yaml_text(value) if text is None else text
         parent: yaml.Node | None = self.root
         for depth, part in enumerate(path):
@@ -256,8 +261,9 @@ class YamlFile:
             )
         if parent.flow_style or not parent.value:
             close = parent.end_mark.index - 1
-            pair = missing[-1] + ": " + written
-            for name in reversed(missing[:-1]):
+            keys = [json.dumps(name) for name in missing] if self.json else missing
+            pair = f"{keys[-1]}: {written}"
+            for name in reversed(keys[:-1]):
                 pair = f"{name}: {{{pair}}}"
             if not parent.value:
                 return Splice(close, close, pair)

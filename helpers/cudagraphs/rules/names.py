@@ -31,7 +31,9 @@ def _names(value: Any) -> list[str]:
     if isinstance(value, str):
         value = value.split(",")
     items = value if isinstance(value, (list, tuple)) else ()
-    return [str(item).strip() for item in items if isinstance(item, str) and item.strip()]
+    # names joined by commas are a common slip on command lines that want spaces
+    parts = [part.strip() for item in items if isinstance(item, str) for part in item.split(",")]
+    return [part for part in parts if part]
 
 
 def nearest(name: str, choices: tuple[str, ...]) -> str | None:
