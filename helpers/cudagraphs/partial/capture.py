@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture: all recorded signatures of all entries, in the order of their first calls, as one transaction.
 
-Forward graphs are captured in the order of the calls, backward graphs in the reverse order, in one memory pool. Where the
-recording saw an entry consume the output of another, the consumer's static input is the producer's output memory, and the
+Forward graphs are captured in the order of the calls, backward graphs in the reverse order. Where the recording saw an
+entry consume the output of another, the consumer's static input is the producer's output memory, and the
 producer's incoming gradient is the consumer's outgoing one: nothing is copied between them.
 """
 
@@ -90,7 +90,6 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                     _give_accumulators(planned)
                 gc.collect()
                 backend.settle()
-                pool = backend.pool()
                 captured = [item for item in planned if not item.follows]
                 variants = {id(item.signature): item.variant for item in captured}
                 depth = max((min(item.signature.depth, max_slots) for item in captured), default=0)
@@ -98,13 +97,13 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                     for item in captured:
                         if replica < min(item.signature.depth, max_slots):
                             current = item.entry.name
-                            _capture_forward(item, replica, variants, backend, pool)
+                            _capture_forward(item, replica, variants, backend)
                 for replica in reversed(range(depth)):
                     for item in reversed(captured):
                         if item.analysis.trainable and replica < len(item.variant.slots):
                             current = item.entry.name
                             item.variant.slots[replica].capture_backward(
-                                backend, pool, _gradient_sinks(item, replica, captured))
+                                backend, _gradient_sinks(item, replica, captured))
             backend.settle()
     except BaseException as error:
         release(item.variant for item in planned)
@@ -208,7 +207,7 @@ def release(variants: Iterable[Variant]) -> None:
                 logger.exception("could not free a graph of %s after a failed capture", slot.name)
 
 
-def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], backend: Any, pool: Any) -> None:
+def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], backend: Any) -> None:
     signature = item.signature
     statics = new_statics(signature, replica)
     borrowed: dict[int, Slot] = {}
@@ -225,7 +224,7 @@ def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], 
     slot = Slot(item.entry.name, signature, item.analysis, item.variant.body, statics, borrowed,
                 item.variant.accumulators)
     item.variant.slots.append(slot)  # before the capture, so that a failure frees it
-    slot.capture_forward(backend, pool)
+    slot.capture_forward(backend)
 
 
 def _gradient_sinks(item: Planned, replica: int, planned: list[Planned]) -> list[torch.Tensor]:

@@ -70,33 +70,6 @@ def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], list[tuple
     return fill
 
 
-def make_rescue(slot: Any, receivers: list[nn.Parameter],
-                statics: list[torch.Tensor]) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A function that gets static gradients of parameters ready to be overwritten.
-
-    AccumulateGrad adopts them as `.grad`, without a copy. Where one still is `.grad`, that tensor moves to memory of its
-    own, once a step at most; where somebody else kept one, it is returned to be put back after the replay.
-    """
-    pointers = [static.data_ptr() for static in statics]
-
-    def rescue() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        counts = slot.parameter_watch
-        taken = [position for position, (handle, own) in enumerate(counts) if use_count(handle) > own]
-        gradients = [receivers[position].grad for position in taken]
-        adopted = [gradient for position, gradient in zip(taken, gradients)
-                   if gradient is not None and gradient.data_ptr() == pointers[position]]
-        del gradients
-        if adopted:
-            for gradient, copy in zip(adopted, clone_all(adopted)):
-                gradient.data = copy  # the same tensor object, for those who hold on to it
-        held = [(statics[position], statics[position].clone()) for position in taken
-                if use_count(counts[position][0]) > counts[position][1]]
-        slot.parameters_exposed = bool(held)
-        return held
-
-    return rescue
-
-
 class Accumulator:
     """Memory for the gradient of one parameter that graphs write to and that is handed out as its `.grad`."""
 
@@ -176,8 +149,7 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
     add = slot.add_graph.replay if slot.add_graph is not None else None
     write_all = slot.full_graph.replay if slot.full_graph is not None else write
 
-    exposes = bool(to_parameters)
-    rescue = make_rescue(slot, receivers, statics)
+    place_of_parameters = [place for place, _ in to_parameters]
     blank: list[torch.Tensor | None] = [None] * arguments
 
     def launch(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -203,12 +175,11 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
         if grad_enabled():
             raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured backward "
                                   "does not have; close the manager or leave this module out")
-        kept = rescue() if slot.parameters_exposed else []
         if simple:
-            kept += fill_lean(gradients)
+            kept = fill_lean(gradients)
             write()
         else:
-            kept += launch(gradients)
+            kept = launch(gradients)
         result = blank.copy()
         if kept or keeps_graph():  # the same memory may be written again before these gradients are read
             for place, gradient in (*to_inputs, *to_parameters):
@@ -216,9 +187,16 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
         else:
             for place, gradient in to_inputs:
                 result[place] = gradient.clone() if leaves and place in leaves else gradient.detach()
-            for place, gradient in to_parameters:
-                result[place] = gradient.detach()
-            slot.parameters_exposed = exposes
+            if statics:
+                for parameter in receivers:
+                    if parameter.grad is not None:  # AccumulateGrad adds those in place
+                        slot.parameters_exposed = True
+                        for (place, gradient), receiver in zip(to_parameters, receivers):
+                            result[place] = gradient.clone() if receiver.grad is None else gradient.detach()
+                        break
+                else:  # it adopts these copies as .grad: one kernel for all parameters
+                    for place, gradient in zip(place_of_parameters, clone_all(statics)):
+                        result[place] = gradient
         if not keeps_graph():
             slot.ticket += 1
             slot.pending = None

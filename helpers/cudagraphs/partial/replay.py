@@ -40,6 +40,7 @@ class Slot:
         self.grad_outputs: list[torch.Tensor] = []  # one a trainable output
         # One a differentiable input, then, unless the graphs accumulate, one a trainable parameter.
         self.grad_inputs: list[torch.Tensor | None] = []
+        self._pool: Any = None
         self.forward_graph: Any = None
         self.write_graph: Any = None  # backward of the outputs at the positions `lean`
         self.add_graph: Any = None  # the same, adding to the accumulators
@@ -51,25 +52,33 @@ class Slot:
         # (storage, references of our own): above that, somebody else looks at our memory. All that is handed out are
         # aliases, so whoever keeps one, or a view of it, shows up on its storage.
         self.watched: list[tuple[int, int]] = []
-        self.parameters_exposed = False  # static gradients of parameters may be somebody's .grad
+        self.parameters_exposed = False  # static gradients of parameters were handed out as they are
         self.sink_watch: list[list[tuple[int, int]]] = []
-        self.parameter_watch: list[tuple[int, int]] = []
+        self._parameter_watch: list[tuple[int, int]] = []
         self._storages: dict[int, Any] = {}
         # Inputs to outputs: a sequence of tensors, or the bare tensor where there is one only.
         self.launch: Callable[[tuple[torch.Tensor, ...]], Any] = _unfinished
 
     # Capture
 
-    def capture_forward(self, backend: Any, pool: Any) -> None:
+    def capture_forward(self, backend: Any) -> None:
+        """Capture the forward pass, in a memory pool of this slot's own.
+
+        A pool shared with other slots would let results of a later capture lie where an earlier graph keeps temporaries:
+        replaying the earlier one while somebody still needs the later results would destroy them. Within a slot that
+        cannot happen, since it is replayed only while all of its results are let go.
+        """
         def run() -> list[torch.Tensor]:
             return self.body.run(self.signature, self.inputs)[0]
 
-        self.forward_graph = backend.capture(run, pool)
+        self._pool = backend.pool()
+        self.forward_graph = backend.capture(run, self._pool)
         self.outputs = self.forward_graph.outputs
 
-    def capture_backward(self, backend: Any, pool: Any, grad_outputs: list[torch.Tensor]) -> None:
-        """Capture the backward pass. `retain_graph` keeps what it reads out of the pool's free list, so no other graph of
-        the pool can be given that memory, in whatever order graphs are replayed."""
+    def capture_backward(self, backend: Any, grad_outputs: list[torch.Tensor]) -> None:
+        """Capture the backward pass. `retain_graph` keeps what it reads out of the pool's free list, so that it can be
+        replayed again, and by another graph of this slot."""
+        pool = self._pool
         self.grad_outputs = grad_outputs
         trainable = self.analysis.trainable
         self.lean = self.analysis.lean if self.analysis.lean is not None else list(range(len(trainable)))
@@ -126,8 +135,7 @@ class Slot:
         split = self._split()
         own = self.outputs + [gradient for gradient in self.grad_inputs[:split] if gradient is not None]
         self.watched = storage_counts(own)
-        parameters = [gradient for gradient in self.grad_inputs[split:] if gradient is not None]
-        self.parameter_watch = [storage_counts([gradient])[0] for gradient in parameters]
+        self._parameter_watch = storage_counts(self.grad_inputs[split:])
         self.sink_watch = [storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
                            for sink in self.grad_outputs]
 
@@ -147,6 +155,11 @@ class Slot:
         for handle, own in self.watched:
             if use_count(handle) > own:
                 return False
+        if self.parameters_exposed:
+            for handle, own in self._parameter_watch:
+                if use_count(handle) > own:
+                    return False
+            self.parameters_exposed = False
         return True
 
     def free(self, tensors: tuple[torch.Tensor, ...]) -> bool:
@@ -305,7 +318,7 @@ class Slot:
                 graph.reset()
         self.ticket += 1
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
-        self.watched, self.parameter_watch, self.sink_watch, self._storages = [], [], [], {}
+        self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
         self.borrowed, self.accumulators, self.pending = {}, None, None
 
 
