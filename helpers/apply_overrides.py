@@ -45,15 +45,14 @@ from cudagraphs import cli, families, report  # noqa: E402
 from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
+from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
 from cudagraphs.recommend_automodel import SCOPES as AUTOMODEL_SCOPES  # noqa: E402
 from cudagraphs.recommend_automodel import recommend_automodel  # noqa: E402
 from cudagraphs.rules import check, graph_state  # noqa: E402
 from cudagraphs.rules.base import AUTOMODEL, MEGATRON, Finding, GraphState  # noqa: E402
-from cudagraphs.rules.defaults import SECTIONS, field_names  # noqa: E402
 from cudagraphs.rules.normalize import implementations, scope_names  # noqa: E402
 from cudagraphs.settings import Known, Settings  # noqa: E402
-from cudagraphs.versions import Versions  # noqa: E402
 
 PROGRAM = "apply_overrides"
 # recipes of one file build on each other at most this deep
@@ -85,14 +84,22 @@ class Outcome:
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, nargs="?", help="the file that configures the training run")
-    parser.add_argument("--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable")
+    parser.add_argument(
+        "--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable"
+    )
     parser.add_argument("--all", action="store_true", help="every recipe function of the file")
-    parser.add_argument("--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content")
-    parser.add_argument("--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie")
+    parser.add_argument(
+        "--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content"
+    )
+    parser.add_argument(
+        "--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie"
+    )
     wanted = parser.add_argument_group("what to turn on")
     wanted.add_argument("--impl", metavar="NAME", help="implementation: transformer_engine, full_iteration, local")
     wanted.add_argument("--scopes", metavar="A,B", help="modules to capture, comma separated")
-    wanted.add_argument("--preset", choices=("narrow", "widest"), help="fewer, or as many, scopes as the version accepts")
+    wanted.add_argument(
+        "--preset", choices=("narrow", "widest"), help="fewer, or as many, scopes as the version accepts"
+    )
     wanted.add_argument("--warmup-steps", type=int, metavar="N", help="eager steps before capture")
     wanted.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one more setting; repeatable")
     wanted.add_argument("--off", action="store_true", help="turn CUDA graphs off")
@@ -152,12 +159,16 @@ class Request:
 def request_from(arguments: argparse.Namespace, settings: Settings) -> Request:
     """Raises UsageError for an implementation, scope, key or number that the framework and version do not have."""
     if settings.framework not in (*MEGATRON, AUTOMODEL):
-        raise cli.UsageError(f"{arguments.recipe}: nothing is recommended for {settings.framework}; validate_constraints.py checks it")
+        raise cli.UsageError(
+            f"{arguments.recipe}: nothing is recommended for {settings.framework}; validate_constraints.py checks it"
+        )
     versions, automodel = settings.versions, settings.framework == AUTOMODEL
     minor = versions.minor
     scopes = None
     if arguments.impl is not None and arguments.impl not in (*implementations(minor), "full_iteration"):
-        raise cli.UsageError(f"--impl {arguments.impl!r}: megatron-core 0.{minor} has {', '.join(implementations(minor))}")
+        raise cli.UsageError(
+            f"--impl {arguments.impl!r}: megatron-core 0.{minor} has {', '.join(implementations(minor))}"
+        )
     if arguments.scopes is not None:
         scopes = [scope.strip() for scope in arguments.scopes.split(",") if scope.strip()]
         known = AUTOMODEL_SCOPES if automodel else scope_names(minor)
@@ -170,35 +181,13 @@ def request_from(arguments: argparse.Namespace, settings: Settings) -> Request:
     if arguments.warmup_steps is not None and arguments.warmup_steps < 0:
         raise cli.UsageError(f"--warmup-steps {arguments.warmup_steps}: give 0 or more")
     return Request(
-        arguments.off, arguments.impl, scopes, arguments.preset, arguments.warmup_steps, dict(setting(text, versions, automodel) for text in arguments.set)
+        arguments.off,
+        arguments.impl,
+        scopes,
+        arguments.preset,
+        arguments.warmup_steps,
+        dict(setting(text, versions, automodel) for text in arguments.set),
     )
-
-
-def setting(text: str, versions: Versions, automodel: bool = False) -> tuple[str, Any]:
-    """`model.key=value` -> (fact name, value). Raises UsageError for a text without `=` or a key that does not exist."""
-    import yaml
-
-    key, equals, value = text.partition("=")
-    key = key.strip().removeprefix("cfg.")
-    if not equals or not key:
-        raise cli.UsageError(f"--set {text!r}: give KEY=VALUE")
-    fields = field_names(versions.minor)
-    fact = key.removeprefix("model.")
-    if automodel and "." in fact:
-        pass  # a path of the YAML; the framework itself checks it
-    elif fact not in fields:
-        fact = key
-        if not (key.startswith("env.") and len(key) > 4) and key not in SECTIONS:
-            import difflib
-
-            near = difflib.get_close_matches(fact.removeprefix("model."), [*fields, *SECTIONS], 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise cli.UsageError(f"--set {key}: megatron-core 0.{versions.minor} has no such setting{hint}")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        parsed = value
-    return fact, str(value) if fact.startswith("env.") else parsed
 
 
 def work_on_all(original: Recipe, names: Sequence[str], request: Request) -> tuple[Recipe, list[Outcome]]:
@@ -265,7 +254,11 @@ NAN_CHECKS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in
 def left_off(settings: Settings) -> list[str]:
     """What to look at after graphs are off: checks that are off and may have been turned off for graphs only."""
     facts = {name: settings.facts.get(name) for name in NAN_CHECKS}
-    off_now = [name for name, fact in facts.items() if isinstance(fact, Known) and fact.value is False and fact.how != "default"]
+    off_now = [
+        name
+        for name, fact in facts.items()
+        if isinstance(fact, Known) and fact.value is False and fact.how != "default"
+    ]
     return [f"{name} is False and stays so; turn it on again if it was off for graphs only" for name in off_now]
 
 
@@ -281,7 +274,9 @@ def kept(settings: Settings, before: GraphState, request: Request) -> Recommenda
     advice = recommend(settings, impl=impl, scopes=scopes, warmup_steps=request.warmup_steps, extra=request.extra)
     if advice.refused:
         return None
-    reason = f"graphs are on already ({report.state_text(before)}) and stay so; --preset, --impl or --scopes changes them"
+    reason = (
+        f"graphs are on already ({report.state_text(before)}) and stay so; --preset, --impl or --scopes changes them"
+    )
     missing = {name: value for name, value in advice.overrides.items() if name not in GRAPH_FACTS}
     if any(report.is_blocking(finding) for finding in check(settings.with_values(missing))):
         return advice._replace(reasons=[reason, *advice.reasons])
@@ -289,7 +284,12 @@ def kept(settings: Settings, before: GraphState, request: Request) -> Recommenda
 
 
 def show(
-    arguments: argparse.Namespace, original: Recipe, recipe: Recipe, outcomes: list[Outcome], changed: bool, written: str | None
+    arguments: argparse.Namespace,
+    original: Recipe,
+    recipe: Recipe,
+    outcomes: list[Outcome],
+    changed: bool,
+    written: str | None,
 ) -> None:
     difference = unified_diff(original.file.text, recipe.file.text, str(arguments.recipe)) if changed else ""
     if arguments.json:
@@ -318,13 +318,10 @@ def outcome_text(outcome: Outcome) -> list[str]:
     lines += [f"  not written: {name}: {reason}" for name, reason in outcome.skipped.items()]
     if outcome.also_changed:
         lines.append(f"  also changes what builds on it: {', '.join(outcome.also_changed)}")
-    undecided = [finding for finding in outcome.findings if finding.needs]
     for finding in outcome.findings:
         if not finding.needs and finding.severity != "info":
             lines += report.finding_text(finding)
-    if undecided:
-        needs = list(dict.fromkeys(name for finding in undecided for name in finding.needs))
-        lines.append(f"  {len(undecided)} rules not decided for want of: {', '.join(needs)}")
+    lines += report.undecided_text(outcome.findings)
     lines += [f"  next: {step}" for step in outcome.recommendation.next_steps]
     return lines
 

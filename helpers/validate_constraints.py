@@ -6,6 +6,7 @@ Usage:
     python helpers/validate_constraints.py recipe.py                       every recipe function of the file
     python helpers/validate_constraints.py recipe.py --function NAME       one of them (repeatable, globs allowed)
     python helpers/validate_constraints.py recipe.py --format json|sarif|github
+    python helpers/validate_constraints.py recipe.py --set num_moe_experts=8        a fact that the recipe leaves open
     python helpers/validate_constraints.py recipe.py --fix                 apply the safe mends in place
     python helpers/validate_constraints.py train.sh | model_config.yaml | run_config.yaml | recipe.yaml    any other format
     python helpers/validate_constraints.py --mcore 0.19 -- --num-layers 32 --cuda-graph-impl local   arguments, or overrides
@@ -36,8 +37,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # compiled files go to the user's cache: the skill folder may be read-only, and must stay as it was signed
 if not sys.dont_write_bytecode:
@@ -46,8 +48,9 @@ if not sys.dont_write_bytecode:
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
+from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
-from cudagraphs.rules.base import Finding  # noqa: E402
+from cudagraphs.rules.base import AUTOMODEL, Finding  # noqa: E402
 
 PROGRAM = "validate_constraints"
 # A mend can uncover the next finding; upstream's longest chain of asserts that depend on each other is four.
@@ -57,20 +60,35 @@ MAX_FIX_ROUNDS = 8
 def build_parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, nargs="?", help="the file that configures the training run")
-    parser.add_argument("--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable")
-    parser.add_argument("--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content")
-    parser.add_argument("--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie")
+    parser.add_argument(
+        "--function", action="append", default=[], metavar="NAME", help="recipe function, a name or a glob; repeatable"
+    )
+    parser.add_argument(
+        "--framework", choices=cli.FRAMEWORKS, help="read the file as this framework's, instead of by its content"
+    )
+    parser.add_argument(
+        "--source-root", action="append", default=[], type=Path, metavar="DIR", help="where base recipes' packages lie"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a fact that the recipe leaves open; repeatable"
+    )
     parser.add_argument("--fix", action="store_true", help="apply the safe mends in place")
     parser.add_argument("--facts-only", action="store_true", help="print every fact that was read, judge nothing")
     parser.add_argument("--format", choices=("text", "json", "sarif", "github"), default="text")
     parser.add_argument("--json", action="store_true", help="the same as --format json")
     parser.add_argument("--quiet", action="store_true", help="print nothing but findings of severity error and runtime")
     other = parser.add_argument_group("instead of a recipe")
-    other.add_argument("--facts", type=Path, metavar="FILE", help="JSON or YAML with the framework and the facts of a run")
-    other.add_argument("--explain", metavar="CODE|TEXT", help="print a rule by its code or by a piece of upstream's message")
+    other.add_argument(
+        "--facts", type=Path, metavar="FILE", help="JSON or YAML with the framework and the facts of a run"
+    )
+    other.add_argument(
+        "--explain", metavar="CODE|TEXT", help="print a rule by its code or by a piece of upstream's message"
+    )
     other.add_argument("--list-rules", action="store_true", help="one line a rule")
     other.add_argument("--fields-jsonl", metavar="FILE", help="batch mode over TransformerConfig fields; - for stdin")
-    other.add_argument("--jsonl", action="store_true", help="batch mode: accepted for clarity; the output is JSON lines anyway")
+    other.add_argument(
+        "--jsonl", action="store_true", help="batch mode: accepted for clarity; the output is JSON lines anyway"
+    )
     other.add_argument("--write-pages", type=Path, metavar="DIR", help="write the rules' reference pages")
     cli.add_version_flags(parser)
     return parser
@@ -102,7 +120,9 @@ def dispatch(arguments: argparse.Namespace) -> int:
     if arguments.fields_jsonl is not None:
         return batch(arguments)
     if arguments.recipe is None and arguments.facts is None and arguments.given is None:
-        raise cli.UsageError("name a recipe, --facts FILE, arguments behind --, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help")
+        raise cli.UsageError(
+            "name a recipe, --facts FILE, arguments behind --, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help"
+        )
     return validate(arguments)
 
 
@@ -119,7 +139,9 @@ def explain_rule(text: str, as_json: bool) -> int:
     if not rules:
         raise cli.UsageError(f"--explain {text!r}: no rule has this code or a message like it; --list-rules shows all")
     for rule in rules:
-        print(f"{rule.code} {rule.title}\n  severity: {rule.severity} ({rule.layer})\n  versions: {rule.versions_text()}")
+        print(
+            f"{rule.code} {rule.title}\n  severity: {rule.severity} ({rule.layer})\n  versions: {rule.versions_text()}"
+        )
         print(f"  why: {rule.why}\n  mend: {rule.mend}\n  source: {rule.source}")
         for message in rule.upstream:
             print(f"  upstream says: {message}")
@@ -152,29 +174,43 @@ def validate(arguments: argparse.Namespace) -> int:
     names = original.select(arguments.function, everything=True)
     if arguments.facts_only:
         rows = {name: report.settings_json(original.run(name).settings, every=True) for name in names}
-        cli.print_json({"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "recipe": str(arguments.recipe), "functions": rows})
+        cli.print_json(
+            {
+                "schema_version": report.SCHEMA_VERSION,
+                "helper": PROGRAM,
+                "recipe": str(arguments.recipe),
+                "functions": rows,
+            }
+        )
         return cli.CLEAN
+    first = original.run(names[0]).settings
+    known = dict(setting(text, first.versions, first.framework == AUTOMODEL) for text in arguments.set)
     recipe = original
     fixed: dict[str, list[str]] = {}
     if arguments.fix:
         for name in names:
-            recipe, fixed[name] = fix(recipe, name)
+            recipe, fixed[name] = fix(recipe, name, known)
         if recipe.file.raw != original.file.raw and arguments.given is not None:
             # arguments have no file: the mended ones are printed
-            print(recipe.file.text.strip(), file=sys.stderr if arguments.json or arguments.format != "text" else sys.stdout)
+            print(
+                recipe.file.text.strip(),
+                file=sys.stderr if arguments.json or arguments.format != "text" else sys.stdout,
+            )
         elif recipe.file.raw != original.file.raw:
             write_atomically(arguments.recipe, recipe.file.raw, original.file.raw)
-    results = [(name, finding) for name in names for finding in check(recipe.run(name).settings)]
-    show(arguments, recipe, names, results, fixed)
+    results = [(name, finding) for name in names for finding in check(recipe.run(name).settings.with_values(known))]
+    show(arguments, recipe, names, results, fixed, known)
     return cli.FINDINGS if any(report.is_blocking(finding) for _, finding in results) else cli.CLEAN
 
 
-def fix(recipe: Recipe, name: str) -> tuple[Recipe, list[str]]:
+def fix(recipe: Recipe, name: str, known: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Apply safe mends until none is left, or one comes back; returns the codes mended."""
     mended: list[str] = []
     for _ in range(MAX_FIX_ROUNDS):
         findings = [
-            f for f in check(recipe.run(name).settings) if f.fix and f.safe and not f.needs and f.severity != "info" and f.code not in mended
+            f
+            for f in check(recipe.run(name).settings.with_values(known))
+            if f.fix and f.safe and not f.needs and f.severity != "info" and f.code not in mended
         ]
         if not findings:
             break
@@ -185,7 +221,12 @@ def fix(recipe: Recipe, name: str) -> tuple[Recipe, list[str]]:
 
 
 def show(
-    arguments: argparse.Namespace, recipe: Recipe, names: list[str], results: list[tuple[str, Finding]], fixed: dict[str, list[str]]
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    names: list[str],
+    results: list[tuple[str, Finding]],
+    fixed: dict[str, list[str]],
+    known: Mapping[str, Any],
 ) -> None:
     style = "json" if arguments.json else arguments.format
     if style == "sarif":
@@ -198,7 +239,7 @@ def show(
     if style == "json":
         functions = []
         for name in names:
-            settings = recipe.run(name).settings
+            settings = recipe.run(name).settings.with_values(known)
             functions.append(
                 {
                     "name": name,
@@ -209,12 +250,17 @@ def show(
                 }
             )
         cli.print_json(
-            {"schema_version": report.SCHEMA_VERSION, "helper": PROGRAM, "recipe": str(arguments.recipe), "functions": functions}
+            {
+                "schema_version": report.SCHEMA_VERSION,
+                "helper": PROGRAM,
+                "recipe": str(arguments.recipe),
+                "functions": functions,
+            }
         )
         return
     print(f"{arguments.recipe}: {recipe.run(names[0]).settings.versions.describe()}")
     for name in names:
-        settings = recipe.run(name).settings
+        settings = recipe.run(name).settings.with_values(known)
         print(f"{name}: {report.state_text(graph_state(settings))}")
         if not arguments.quiet:
             print("\n".join(report.facts_text(settings)))
@@ -222,8 +268,10 @@ def show(
             print(f"  mended: {', '.join(fixed[name])}")
         own = [finding for owner, finding in results if owner == name]
         for finding in own:
-            if report.is_blocking(finding) or not arguments.quiet:
+            if report.is_blocking(finding) or not (arguments.quiet or finding.needs):
                 print("\n".join(report.finding_text(finding)))
+        if not arguments.quiet:
+            print("".join(f"{line}\n" for line in report.undecided_text(own)), end="")
         if not own:
             print("  no findings")
 

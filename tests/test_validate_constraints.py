@@ -170,6 +170,18 @@ def test_what_is_unknown_is_asked_for_not_guessed(run):
     assert function["settings"]["complete"] is False
 
 
+def test_a_fact_that_is_given_decides(run):
+    source = CLEAN.replace("num_moe_experts=None", "num_moe_experts=elsewhere.experts()").replace(
+        '["attn"]', '["attn", "moe_router"]'
+    )
+    code, out, _ = run(source)
+    assert code == 0 and "not decided for want of num_moe_experts" in out
+    code, out, _ = run(None, "--set", "num_moe_experts=1")
+    assert code == 1 and "CG103 error" in out
+    assert run(None, "--set", "num_moe_experts=8")[0] == 0
+    assert run(None, "--set", "num_moe_expert=8")[0] == 2
+
+
 def test_the_version_decides(run):
     assert run(CLEAN)[0] == 0
     assert codes_of(run(None, "--json", versions=["--mcore", "0.17", "--te", "2.14"])[1])

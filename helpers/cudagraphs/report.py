@@ -51,14 +51,26 @@ def finding_json(finding: Finding, name: str) -> dict[str, Any]:
 
 def finding_text(finding: Finding) -> list[str]:
     place = f" ({', '.join(map(str, finding.locations[:3]))})" if finding.locations else ""
-    if finding.needs:
-        needs = ", ".join(finding.needs)
-        return [f"  {finding.code} not decided: {finding.title}; it needs to know {needs}{place}"]
     lines = [f"  {finding.code} {finding.severity}: {finding.message}{place}"]
     if finding.when:
         lines.append(f"      when {finding.when}")
     lines.append(f"      mend: {finding.mend}")
     lines.append(f"      source: {finding.source}")
+    return lines
+
+
+def undecided_text(findings: Iterable[Finding]) -> list[str]:
+    """What could not be judged, a line for each set of facts that rules would need to know."""
+    by_needs: dict[tuple[str, ...], list[str]] = {}
+    for finding in findings:
+        if finding.needs:
+            by_needs.setdefault(tuple(finding.needs), []).append(finding.code)
+    lines = []
+    for needs, codes in by_needs.items():
+        codes = list(dict.fromkeys(codes))
+        listed = ", ".join(codes[:6]) + (", ..." if len(codes) > 6 else "")
+        which = f"{listed} is" if len(codes) == 1 else f"{len(codes)} rules ({listed}) are"
+        lines.append(f"  {which} not decided for want of {', '.join(needs)}; give it with --set")
     return lines
 
 
@@ -120,7 +132,7 @@ def _value(value: Any) -> str:
 
 def state_text(state: GraphState) -> str:
     if state.unknown:
-        return f"unknown ({state.unknown})"
+        return state.unknown
     if not state.active:
         return "off"
     if state.full_iteration:
