@@ -243,6 +243,25 @@ def test_sourced_file_is_followed(tmp_path):
         script.edited(only(script), {"cuda_graph_impl": "transformer_engine"})
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        '$(dirname "$0")',
+        '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
+        "`dirname $0`",
+        "$(dirname $(readlink -f $0))",
+    ],
+)
+def test_sourced_file_beside_the_script(tmp_path, folder):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "model.sh").write_text("MODEL_ARGS=(--num-layers 2 --num-experts 8)\n")
+    text = f'HERE={folder}\n. "${{HERE}}/conf/model.sh"\ntorchrun p.py "${{MODEL_ARGS[@]}}" --bf16\n'
+    script = script_of(tmp_path, text)
+    assert facts(script)["num_moe_experts"].value == 8 and script.run("p.py").settings.complete
+    after, _ = script.edited("p.py", {"cuda_graph_impl": "local"})
+    assert after.file.text == text.replace("--bf16", "--bf16 --cuda-graph-impl local")
+
+
 def test_commands_of_one_program_are_told_apart(tmp_path):
     script = script_of(tmp_path, "torchrun t.py --num-layers 1\ntorchrun t.py --num-layers 2\npython other.py\n")
     assert script.candidates() == ["t.py", "t.py#2"]

@@ -155,7 +155,7 @@ class LaunchScript:
         before: Word | None = None
         for word in words:
             # an unknown word right behind an option is that option's value
-            if word.text is None and (before is None or before.text is None or not before.text.startswith("--")):
+            if word.several and (before is None or before.text is None or not before.text.startswith("--")):
                 return f"{word.reason}, and may hold more arguments"
             before = word
         return ""

@@ -37,6 +37,8 @@ MAX_DEPTH = 12  # nested functions and sourced files
 MAX_SIDES = 4  # branches that one word may depend on
 # Commands whose here-document is itself a script.
 SHELLS = frozenset({"sbatch", "bash", "sh", "srun", "ssh", "cat", "tee", "qsub", "salloc"})
+# How scripts ask for the folder that they lie in: $(dirname "$0"), $(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+OWN_FOLDER = re.compile(r"\bdirname\b.*(\$0|BASH_SOURCE)", re.S)
 # Words in front of a command that leave it as it is.
 PREFIXES = frozenset({"eval", "exec", "command", "time", "nohup"})
 
@@ -77,6 +79,8 @@ class Piece:
     soft: bool = False
     literal: bool = True
     reason: str = ""
+    # whether unknown text stands outside of quotes, so that it may be several words
+    splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -410,19 +414,16 @@ class Run:
         for part in parts:
             if isinstance(part, Literal):
                 pieces.append(Piece(part.text, document, part.start))
+            elif isinstance(part, Opaque) and OWN_FOLDER.search(part.text) and ".." not in part.text:
+                folder = str(Path(document.path).parent)
+                pieces.append(Piece(folder, document, part.start, soft=True, literal=False))
             elif isinstance(part, Opaque):
                 shown = " ".join(part.text.split())[:60]
-                pieces.append(
-                    Piece(
-                        None,
-                        document,
-                        part.start,
-                        literal=False,
-                        reason=f"`{shown}` is only known when the script runs",
-                    )
-                )
+                reason = f"`{shown}` is only known when the script runs"
+                pieces.append(Piece(None, document, part.start, (), False, False, reason, splits=not part.quoted))
             else:
-                pieces += self._variable(part, document, state)
+                found = self._variable(part, document, state)
+                pieces += [replace(piece, splits=piece.text is None and not part.quoted) for piece in found]
         return pieces
 
     def _variable(self, part: Variable, document: Document, state: State) -> list[Piece]:
@@ -654,7 +655,7 @@ def _word(pieces: list[Piece], guards: tuple[Side, ...], reference: tuple[int, i
     source = first.document.source(first.start)
     unknown = next((piece for piece in pieces if piece.text is None), None)
     if unknown is not None:
-        return Word(None, source, guards, unknown.reason, None, reference)
+        return Word(None, source, guards, unknown.reason, None, reference, several=first is unknown and first.splits)
     span: tuple[int, int] | None = None
     if first.document.main and all(piece.literal and not piece.soft and piece.document.main for piece in pieces):
         ends = [piece.start + len(piece.text or "") for piece in pieces]

@@ -31,6 +31,8 @@ class Word:
     reason: str = ""
     span: tuple[int, int] | None = None
     reference: tuple[int, int] | None = None
+    # whether an unknown word may be several words, or none
+    several: bool = False
 
 
 @dataclass
