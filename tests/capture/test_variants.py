@@ -10,7 +10,7 @@ ALONE = {"tensor": 1, "pipeline": 1, "expert": 1}
 
 def setup(model):
     config = plan.config_fields(model, plan.shape("launch", model), "bf16", 0.0, ALONE)
-    return {"stack": "megatron-core", "versions": FOUND, "overlap_grad_reduce": False, "config": config}
+    return {"stack": "megatron-core", "model": model, "versions": FOUND, "overlap_grad_reduce": False, "config": config}
 
 
 def judged(model, text, environment=None):
@@ -95,3 +95,9 @@ def test_an_assert_of_upstream_finds_its_rule():
     codes = variants.rules_for("AssertionError: moe cuda graph is only supported with drop-padding MoE.")
     assert codes == tuple(judged("moe-dropless", "transformer_engine:moe")["codes"])
     assert variants.rules_for("something that upstream never says") == ()
+
+
+@pytest.mark.parametrize("text", ["local:attn+moe_router+moe_preprocess", "local", "transformer_engine", "full_iteration"])
+def test_what_failed_to_capture_on_the_gpu_is_known_to_the_rules(text):
+    # cudaErrorCapturedEvent in evals/results/gpu/smoke-mcore-moe-dropless-launch.json
+    assert "CG714" in judged("moe-dropless", text)["codes"]

@@ -134,6 +134,8 @@ def legal(setup: dict, variant: Variant, environment: Mapping[str, str]) -> dict
     # What the trainer of this stack always sets (stacks/megatron.py).
     values |= {
         "rng.te_rng_tracker": True,
+        # rules tell plain GPT layers from those of hybrid models, with Mamba layers or without, by this fact
+        "model.has_mamba": setup["model"].startswith("hybrid"),
         "ddp.overlap_grad_reduce": setup["overlap_grad_reduce"],
         "ddp.check_for_nan_in_grad": False,
         "ddp.grad_reduce_in_fp32": True,
