@@ -126,6 +126,10 @@ NOT_CLAIMED = [
     pytest.param("m.answer = 1\nfor x in unknown_items():\n    m.answer = x", id="a loop over what is not known"),
     pytest.param("m.answer = 0\nfor x in (1, 2, 3):\n    if unknown(x):\n        break\n    m.answer = x", id="a loop that may end early"),
     pytest.param("m.answer = 0\nfor x in (1, 2, 3):\n    if unknown(x):\n        continue\n    m.answer = x", id="turns that may end early"),
+    pytest.param(
+        "for x in (1, 2):\n    if unknown(x):\n        break\n    m.answer = x\n    for y in unknown(x):\n        pass",
+        id="a loop of unknown range inside one that may end early",
+    ),
     pytest.param("m.answer = 1\nwhile unknown():\n    m.answer += 1", id="a loop of unknown length"),
 ]
 

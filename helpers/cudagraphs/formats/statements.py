@@ -200,7 +200,7 @@ class Statements:
         status, value = NORMAL, None
         if items is None:
             self.assign(node.target, UnknownValue("it is a loop variable"), frame, node, None)
-            return self._unknown_loop(node, before, "it is set in a loop whose range is not known", frame)
+            return self._unknown_loop(node, before, "it is set in a loop whose range is not known", frame, unsure)
         for item in items:
             self.assign(node.target, item, frame, node, None)
             status, value = self._nested(node.body, frame)
@@ -223,7 +223,7 @@ class Statements:
                     self._forget_since(before, "it is set in a loop that may end early")
                 frame.leaves_unsure = unsure
                 return self._after_loop(node, status, value, frame)
-        return self._unknown_loop(node, before, "it is set in a loop whose length is not known", frame)
+        return self._unknown_loop(node, before, "it is set in a loop whose length is not known", frame, unsure)
 
     def _after_loop(self, node: ast.For | ast.While, status: str, value: Any, frame: Frame) -> tuple[str, Any]:
         if status == BREAK:
@@ -232,10 +232,12 @@ class Statements:
             return status, value
         return self._nested(node.orelse, frame)
 
-    def _unknown_loop(self, node: ast.For | ast.While, before: Heap, reason: str, frame: Frame) -> tuple[str, Any]:
+    def _unknown_loop(
+        self, node: ast.For | ast.While, before: Heap, reason: str, frame: Frame, unsure: bool
+    ) -> tuple[str, Any]:
         """Run the body once: whatever it sets is unknown, since it may run any number of times."""
         self._nested(node.body, frame)
-        frame.leaves_unsure = False
+        frame.leaves_unsure = unsure
         self._forget_since(before, reason)
         return NORMAL, None
 
