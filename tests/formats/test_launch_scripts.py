@@ -217,6 +217,18 @@ def test_sides_of_a_condition_are_kept_apart(tmp_path):
     assert impl.branch.default is False and "GRAPHS" in impl.branch.text
 
 
+def test_default_that_the_script_fills_in(tmp_path):
+    found = facts(
+        script_of(
+            tmp_path,
+            'if [ -z "$EP" ]; then\n  EP=2\nfi\ntorchrun p.py --num-layers 2 --expert-model-parallel-size $EP\n',
+        )
+    )
+    size = found["expert_model_parallel_size"]
+    assert size.branch.default is True and size.if_true.value == 2
+    assert isinstance(size.if_false, Unknown) and "$EP is set outside" in size.if_false.reason
+
+
 def test_value_from_outside_is_unknown_and_says_so(tmp_path):
     found = facts(script_of(tmp_path, "torchrun pretrain_gpt.py --num-layers $LAYERS --cuda-graph-impl local\n"))
     assert isinstance(found["num_layers"], Unknown) and "$LAYERS is set outside" in found["num_layers"].reason

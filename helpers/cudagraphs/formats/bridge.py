@@ -390,6 +390,7 @@ def intrinsics(versions: Versions) -> dict[str, Any]:
         "get_rank_safe": lambda *_: 0,
         "warn_deprecated_model": nothing,
         "torch.cuda.is_available": on_gpu,
+        "typing.cast": lambda interpreter, arguments, keywords, call: arguments[1],
     }
 
 

@@ -226,9 +226,7 @@ class MegatronLM:
             return Known(convert([option.inline]), source)
         if not option.values:
             return Unknown(f"--{option.name} has no value", source)
-        own = [word for word in option.values]
-        stripped = [_without(word, option.guards) for word in own]
-        return by_world(stripped, lambda texts: convert(texts) if texts else None, source)
+        return by_world([_without(word, option.guards) for word in option.values], convert, source)
 
     def _derive(self, facts: dict[str, Fact], options: list[Option]) -> None:
         """What validate_args works out from other arguments."""

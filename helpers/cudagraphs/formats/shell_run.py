@@ -252,7 +252,13 @@ class Run:
             return survivor
         joined = State(dict(no.variables), yes.exported | no.exported)
         for name in dict.fromkeys([*yes.variables, *no.variables]):
-            joined.variables[name] = _join(branch, yes.variables.get(name), no.variables.get(name))
+            sides = [end.variables.get(name) for end in ends]
+            if None in sides and re.search(rf"\b{name}\b", text):
+                # `if [ -z "$TP" ]; then TP=1; fi`: on the other side it comes from outside
+                reason = f"${name} is set outside of the script"
+                outside = Scalar((Piece(None, document, 0, literal=False, reason=reason),))
+                sides = [outside if side is None else side for side in sides]
+            joined.variables[name] = _join(branch, *sides)
         return joined
 
     def _command(self, node: Command, document: Document, state: State) -> State:

@@ -103,6 +103,8 @@ def by_world(words: list[Word], convert: Callable[[list[str]], Any], source: Sou
         unknown = next((word for word in present if word.text is None), None)
         if unknown is not None:
             return Unknown(unknown.reason, unknown.source)
+        if not present:
+            return Unknown("it has no value here", source)
         return Known(convert([word.text or "" for word in present]), source)
 
     def decide(rest: list[Branch], world: dict[Branch, bool]) -> Fact:
