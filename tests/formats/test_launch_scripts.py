@@ -360,6 +360,13 @@ EDITS = [
         "torchrun p.py \\\n  --num-layers 2\n",
     ),
     (
+        "program that a condition chooses",
+        'if [ "$H" = 1 ]; then P=a.py; else P=b.py; fi\n: ${TP:=1}\ntorchrun ${P} \\\n  --num-layers $TP\n',
+        {"cuda_graph_impl": "local"},
+        'if [ "$H" = 1 ]; then P=a.py; else P=b.py; fi\n: ${TP:=1}\ntorchrun ${P} \\\n  --num-layers $TP \\\n'
+        "  --cuda-graph-impl local\n",
+    ),
+    (
         "the last two options go",
         "torchrun p.py \\\n  --num-layers 2 \\\n  --cuda-graph-scope full \\\n  --cuda-graph-modules attn\necho\n",
         {"cuda_graph_modules": [], "cuda_graph_scope": None},

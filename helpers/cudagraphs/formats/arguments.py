@@ -465,6 +465,9 @@ class _Writer:
             return overrides[-1]
         before = self.run.invocation.words[: len(self.run.invocation.words) - len(self.run.words)]
         for word in reversed(before):
+            if word.reference is not None:
+                # whichever program a variable stands for, what follows it is its arguments
+                return replace(word, span=None)
             if self._placed(word) and not word.guards:
                 return word
         raise SourceError(
