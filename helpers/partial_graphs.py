@@ -28,16 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-
 from cudagraphs.partial.backends import CudaBackend
 from cudagraphs.partial.body import Body
-from cudagraphs.partial.chain import Follower, chain_runner
 from cudagraphs.partial.capture import capture_all, capture_through, finish_all, release
+from cudagraphs.partial.chain import Follower, chain_runner
 from cudagraphs.partial.discovery import automodel_targets, select_modules
 from cudagraphs.partial.errors import CaptureError, FallbackError, PartialGraphError, StaleGraphError, Unsupported
 from cudagraphs.partial.recording import Recorder, Signature
 from cudagraphs.partial.replay import Variant
+from torch import nn
 
 __all__ = ["CaptureError", "FallbackError", "PartialCudaGraphManager", "PartialGraphEntry", "PartialGraphError",
            "StaleGraphError", "Unsupported"]
@@ -60,8 +59,8 @@ class PartialGraphEntry:
             graph at every call, since their addresses change.
     """
 
-    def __init__(self, name: str, target: nn.Module, *, max_signatures: int = 4, canonicalize: Canonicalize | None = None,
-                 owner: nn.Module | None = None):
+    def __init__(self, name: str, target: nn.Module, *, max_signatures: int = 4,
+                 canonicalize: Canonicalize | None = None, owner: nn.Module | None = None):
         if max_signatures < 1:
             raise ValueError(f"max_signatures must be at least 1, got {max_signatures}")
         self.name, self.target = name, target
@@ -121,10 +120,10 @@ class PartialCudaGraphManager:
         strict: raise `FallbackError` instead of running a call eagerly.
         max_slots: how many calls of one signature may be in flight at once, at most; a slot holds the activations of
             one call. As many are made as the recording saw alive at once.
-        merge: make one graph of neighbouring entries where nothing runs between them. Entries that draw random numbers or
-            change buffers are left alone.
-        accumulate_in_graph: let the graphs themselves write and add to the parameters' `.grad`. Autograd then never sees
-            those parameters: `torch.autograd.grad` with respect to them fails. Entries keep the usual way where a
+        merge: make one graph of neighbouring entries where nothing runs between them. Entries that draw random numbers
+            or change buffers are left alone.
+        accumulate_in_graph: let the graphs themselves write and add to the parameters' `.grad`. Autograd then never
+            sees those parameters: `torch.autograd.grad` with respect to them fails. Entries keep the usual way where a
             parameter has hooks or is used by two entries, where several calls are in flight, and under a process group
             with more than one member.
         backend: how to capture; torch's CUDA graphs unless given.
@@ -346,7 +345,7 @@ class PartialCudaGraphManager:
                 return type(module).forward(module, *args, **kwargs)
             try:
                 seen = entry.seen(args, kwargs)
-            except Exception:
+            except Exception:  # noqa: BLE001 - a canonicalizer of the caller; the call stays as it is
                 return entry.original_forward(*args, **kwargs)
             if self._home is None:
                 self._home = self._backend.stream()
@@ -386,7 +385,7 @@ class PartialCudaGraphManager:
             if canonicalize is not None:
                 try:
                     seen_args, seen_kwargs = canonicalize(args, kwargs)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001
                     return self._fall_back(entry, "argument", str(error), args, kwargs)
             else:
                 seen_args, seen_kwargs = args, kwargs
@@ -400,8 +399,8 @@ class PartialCudaGraphManager:
                         return run(slot, tensors)
                     matched = True
             if matched:
-                return self._fall_back(entry, "in flight", "every graph of this signature still waits for its backward, "
-                                       "or its outputs are still referred to", args, kwargs)
+                return self._fall_back(entry, "in flight", "every graph of this signature still waits for its "
+                                       "backward, or its outputs are still referred to", args, kwargs)
             reason, where = self._explain(entry, seen_args, seen_kwargs)
             return self._fall_back(entry, reason, where, args, kwargs)
 
@@ -411,7 +410,8 @@ class PartialCudaGraphManager:
     def _explain(entry: PartialGraphEntry, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
         """Why no variant matched: what the closest one, the one that failed latest, says."""
         failures = [variant.guard.explain(args, kwargs) for variant in entry.variants]
-        closest = max((failure for failure in failures if failure is not None), key=lambda one: one.position, default=None)
+        closest = max((failure for failure in failures if failure is not None), key=lambda one: one.position,
+                      default=None)
         refusals = [signature.refusal for signature in entry.signatures if signature.refusal is not None]
         if closest is None:
             if entry.capture_count:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph backend for the CPU that keeps what makes CUDA graphs dangerous: static buffers that every replay overwrites.
 
-A replay runs the captured work again on the static inputs, then writes the results into the tensors of the capture without
-touching their version counters, as a graph launch does. So a wrong reuse of a buffer shows up as a wrong number.
+A replay runs the captured work again on the static inputs, then writes the results into the tensors of the capture and
+leaves their version counters alone, as a graph launch does. So a wrong reuse of a buffer shows up as a wrong number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _keep(tensor):
 
 
 def _hooks_active():
-    """Whether the caller's saved-tensor hooks (checkpointing) would reach into the replay; a launched graph has none."""
+    """Whether the caller's saved-tensor hooks (checkpointing) would reach into the replay; real graphs have none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

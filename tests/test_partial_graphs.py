@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_graphs import FakeBackend
-from torch import nn
-
 from partial_graphs import (
     CaptureError,
     FallbackError,
@@ -17,6 +15,7 @@ from partial_graphs import (
     PartialGraphEntry,
     PartialGraphError,
 )
+from torch import nn
 
 
 def linear_stack(count=3):

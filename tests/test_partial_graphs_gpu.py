@@ -9,15 +9,14 @@ import os
 import pytest
 
 try:  # before torch loads its own cuDNN libraries, or Transformer Engine may find the wrong ones
-    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine.pytorch
 except (ImportError, OSError):
     pass
 import torch
+from partial_graphs import PartialCudaGraphManager, PartialGraphEntry
 from test_partial_graphs_replay import Block, Model, Repeats, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from partial_graphs import PartialCudaGraphManager, PartialGraphEntry
 
 pytestmark = pytest.mark.gpu
 
@@ -376,9 +375,8 @@ def test_an_fsdp2_unit_is_captured_with_copied_parameters(tmp_path):
 
 def test_transformer_engine_keeps_fp8_state_and_caches_weights():
     te = pytest.importorskip("transformer_engine.pytorch")
-    from transformer_engine.common.recipe import DelayedScaling
-
     from cudagraphs.partial.transformer_engine import TransformerEngineBackend
+    from transformer_engine.common.recipe import DelayedScaling
     torch.use_deterministic_algorithms(False)
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="max")
     torch.manual_seed(0)

@@ -8,13 +8,12 @@ from collections import namedtuple
 
 import pytest
 import torch
-from fake_graphs import FakeBackend
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from cudagraphs.partial.errors import Unsupported
 from cudagraphs.partial.guards import CallGuard
+from fake_graphs import FakeBackend
 from partial_graphs import PartialCudaGraphManager, PartialGraphEntry
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Pair = namedtuple("Pair", "left right")
 

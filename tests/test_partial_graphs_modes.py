@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two opt-in modes: neighbours merged into one graph, and gradients accumulated inside the graph. Same bits as eager."""
+"""The two opt-in modes: neighbours merged into one graph, and gradients accumulated inside the graph. As in eager."""
 
 import pytest
 import torch
 from fake_graphs import FakeBackend
+from partial_graphs import FallbackError, PartialCudaGraphManager
 from test_partial_graphs_replay import Block, Model, Pair, Repeats, Straight, assert_same, loss_of, tokens, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from partial_graphs import FallbackError, PartialCudaGraphManager
 
 MERGE, ACCUMULATE = {"merge": True}, {"accumulate_in_graph": True}
 BOTH = {**MERGE, **ACCUMULATE}
@@ -240,7 +239,8 @@ def test_arguments_shared_by_all_members_are_known_by_identity():
     assert pair.stats() == {"captured": 3, "replayed": 3, "fallback": 0}
 
 
-@pytest.mark.parametrize("between", [lambda x: x * 2, lambda x: x.detach(), lambda x: x.add_(1), lambda x: x.view_as(x)],
+@pytest.mark.parametrize("between", [lambda x: x * 2, lambda x: x.detach(), lambda x: x.add_(1),
+                                     lambda x: x.view_as(x)],
                          ids=["work", "detach", "in place", "view"])
 def test_entries_with_something_in_between_are_not_merged(between):
     pair = Pair(WithSide(between), "layers.*", train, **MERGE)

@@ -11,10 +11,9 @@ import re
 import pytest
 import torch
 from fake_graphs import FakeBackend
+from partial_graphs import PartialCudaGraphManager, StaleGraphError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from partial_graphs import PartialCudaGraphManager, StaleGraphError
 
 
 class Block(nn.Module):

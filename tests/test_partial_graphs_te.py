@@ -3,10 +3,9 @@
 
 import pytest
 import torch
-from torch import nn
-
 from cudagraphs.partial.transformer_engine import TransformerEngineBackend
 from partial_graphs import PartialCudaGraphManager, PartialGraphEntry
+from torch import nn
 
 
 class StandIn(TransformerEngineBackend):

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a captured module costs on the host, beside the other ways to capture it; and the memory of 24 entries.
+"""What one call of a captured module costs on the host, beside other ways to capture it; and the memory of 24 entries.
 
 Usage:
     python3 evals/performance/bench_partial_graphs.py --out partial-bench.json [--rounds 30] [--revision REV]
-    python3 evals/performance/bench_partial_graphs.py --tests-out partial-tests.json   # run the GPU tests, note outcomes
+    python3 evals/performance/bench_partial_graphs.py --tests-out partial-tests.json   # run the GPU tests
     python3 evals/performance/bench_partial_graphs.py --memory-of ours     # one peer, used by the first form
 
 Measures an attention block, a parameterless router and a stack of 24 transformer blocks. All peers live in one process
-and are timed in turn, round by round, in an order shuffled each round; a sample is `--calls` calls issued without waiting,
-then a synchronisation that is not counted. Memory is measured in one process a peer.
+and are timed in turn, round by round, in an order shuffled each round; a sample is `--calls` calls issued without
+waiting, then a synchronisation that is not counted. Memory is measured in one process a peer.
 
 Output: one JSON object with `schema_version`, raw samples included; a table on stderr.
 Exit codes: 0 measured, 2 usage, 4 no usable GPU.
@@ -33,14 +33,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 try:  # before torch loads its own cuDNN libraries, or Transformer Engine may find the wrong ones
-    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine.pytorch
 except (ImportError, OSError):
     pass
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
-from partial_graphs import PartialCudaGraphManager  # noqa: E402
+from partial_graphs import PartialCudaGraphManager
 
 SEED = 20261130
 SEQUENCE, HIDDEN, HEADS, EXPERTS, BLOCKS = 512, 1024, 16, 64, 24

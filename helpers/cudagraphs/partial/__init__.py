@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `partial_graphs.py`: guards, recording, capture, replay, backends and discovery. This package imports torch."""
+"""The parts of `partial_graphs.py`: guards, recording, capture, replay, backends, discovery. Imports torch."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-
 _side_streams: dict[int, torch.cuda.Stream] = {}
 
 

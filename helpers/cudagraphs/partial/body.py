@@ -28,7 +28,7 @@ class Body:
 
     Args:
         target: the module. Its own hooks are not run, `forward` is its forward before anything was installed.
-        copied: give the graph parameter storage of its own, refreshed at every call (FSDP frees and moves the originals).
+        copied: give the graph parameter storage of its own, refreshed at every call (FSDP moves the originals).
     """
 
     def __init__(self, target: nn.Module, forward: Callable[..., Any], copied: bool):

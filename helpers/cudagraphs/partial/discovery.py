@@ -133,7 +133,7 @@ def automodel_targets(model: nn.Module) -> list[Target]:
 
 
 def automodel_blocks(model: nn.Module) -> Iterator[Block]:
-    """Main and multi-token-prediction blocks (nemo_automodel/shared/model_utils.py, iter_transformer_and_mtp_blocks)."""
+    """Main and multi-token-prediction blocks (nemo_automodel.shared.model_utils.iter_transformer_and_mtp_blocks)."""
     label = next((kind for kind in _model_types(model) if isinstance(kind, str) and kind), type(model).__name__)
     inner = getattr(model, "model", None)
     text = inner if inner is not None else model

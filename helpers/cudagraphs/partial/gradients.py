@@ -2,8 +2,8 @@
 """The backward half of a slot: incoming gradients into the static ones, one replay, gradients out.
 
 Gradients of parameters leave in one of two ways. Through autograd (the default): the node returns them, AccumulateGrad
-adopts or adds them, and hooks see them. Inside the graph (`accumulate_in_graph`): a `write` graph stores them and an `add`
-graph adds them to memory that is the parameters' `.grad`; autograd never sees the parameters.
+adopts or adds them, and hooks see them. Inside the graph (`accumulate_in_graph`): a `write` graph stores them and an
+`add` graph adds them to memory that is the parameters' `.grad`; autograd never sees the parameters.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Accumulators:
             add()
             return
         # Memory that is .grad, or that somebody kept when it stopped being .grad, must outlive the write.
-        kept = [one.buffer.clone() if is_gradient or one.held() else None for one, is_gradient in zip(self.each, attached)]
+        kept = [one.buffer.clone() if is_gradient or one.held() else None
+                for one, is_gradient in zip(self.each, attached)]
         write()
         for position, (one, gradient, is_gradient, value) in enumerate(zip(self.each, gradients, attached, kept)):
             if is_gradient and position not in unreached:
@@ -173,8 +174,8 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
 
     def backward(gradients: tuple[torch.Tensor | None, ...], leaves: Any) -> tuple[torch.Tensor | None, ...]:
         if grad_enabled():
-            raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured backward "
-                                  "does not have; close the manager or leave this module out")
+            raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
+                                  "backward does not have; close the manager or leave this module out")
         if simple:
             kept = fill_lean(gradients)
             write()

@@ -111,7 +111,7 @@ class GuardBuilder:
                                  "grad_enabled": torch.is_grad_enabled, "inference": torch.is_inference_mode_enabled,
                                  "autocast": torch.is_autocast_enabled, "autocast_dtype": torch.get_autocast_dtype,
                                  "dispatch_modes": torch._C._len_torch_dispatch_stack}
-        exec(compile(source, "<partial graph guard>", "exec"), scope)
+        exec(compile(source, "<partial graph guard>", "exec"), scope)  # noqa: S102 - our own text
         match, explain = scope["make"](*self.constants)
         return Guard(match, explain, source)
 
@@ -289,7 +289,7 @@ def compile_expression(expression: str, constants: Sequence[Any], arguments: Seq
     """Compile `expression` over `arguments` and the constants c0, c1, ..."""
     parameters = ", ".join(f"c{i}" for i in range(len(constants)))
     scope: dict[str, Any] = {}
-    exec(f"def make({parameters}):\n    return lambda {', '.join(arguments)}: {expression}\n", scope)
+    exec(f"def make({parameters}):\n    return lambda {', '.join(arguments)}: {expression}\n", scope)  # noqa: S102
     return scope["make"](*constants)
 
 
@@ -339,7 +339,8 @@ def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameter
         label = name or "module"
         state = build.constant(vars(module))
         if module is not target:
-            build.check("hooks", label, "not (" + " or ".join(build.constant(getattr(module, d)) for d in HOOK_DICTS) + ")")
+            hooks = " or ".join(build.constant(getattr(module, name)) for name in HOOK_DICTS)
+            build.check("hooks", label, f"not ({hooks})")
         children = build.constant(module._modules)
         build.check("submodules", label, f"len({children}) == {len(module._modules)}")
         for key, child in module._modules.items():

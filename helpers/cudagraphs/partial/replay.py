@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay: one `Slot` is one replica of a signature's forward and backward graphs with their static buffers; a `Variant` is
-a signature with its slots.
+"""Replay: one `Slot` is one replica of a signature's forward and backward graphs with their static buffers; a `Variant`
+is a signature with its slots.
 
 A slot may be replayed only while it is free: the backward of its last forward has run (or its autograd graph is gone),
 and nothing outside refers to the memory that a replay would overwrite. So an output kept by the caller, a second
-microbatch in flight or a repeated call of a shared module each take another slot, and eager execution when there is none.
+microbatch in flight or a repeated call of a shared module each take another slot, or run eagerly when there is none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Slot:
     def capture_forward(self, backend: Any) -> None:
         """Capture the forward pass, in a memory pool of this slot's own.
 
-        A pool shared with other slots would let results of a later capture lie where an earlier graph keeps temporaries:
+        In a pool that slots share, results of a later capture may lie where an earlier graph keeps temporaries:
         replaying the earlier one while somebody still needs the later results would destroy them. Within a slot that
         cannot happen, since it is replayed only while all of its results are let go.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture through Transformer Engine's `make_graphed_callables`, for modules that keep FP8 state.
 
-Transformer Engine carries amax history, scales and cached FP8 weights across replays, which torch's own capture does not
-know about (transformer_engine/pytorch/graph.py, 2.20.2). It brings its own static buffers; the guards, slots, counters and
-the transaction are the manager's.
+Transformer Engine carries amax history, scales and cached FP8 weights across replays, which torch's own capture does
+not know (transformer_engine/pytorch/graph.py, 2.20.2). It brings its own static buffers; the guards, slots, counters
+and the transaction are the manager's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TransformerEngineBackend(CudaBackend):
             raise PartialGraphError("TransformerEngineBackend needs transformer_engine for PyTorch") from error
         if "clone_param_grads_on_return" not in inspect.signature(make_graphed_callables).parameters:
             raise PartialGraphError("this Transformer Engine returns static gradients of parameters, which a second "
-                                    "microbatch would overwrite; use one with clone_param_grads_on_return (2.20 has it)")
+                                    "microbatch would overwrite; one with clone_param_grads_on_return is needed (2.20)")
         self._make = make_graphed_callables
         self.recipe, self.cache_quantized_params = recipe, cache_quantized_params
         self.first_microbatch: bool | None = None
@@ -107,7 +107,8 @@ class TESlot:
         ambient = signature.ambient
         if not ambient.grad or ambient.inference:
             raise Unsupported("Transformer Engine captures forward and backward together; this call has no gradients")
-        with torch.autocast(signature.call.device_type, dtype=ambient.autocast_dtype, enabled=ambient.autocast, cache_enabled=False):
+        with torch.autocast(signature.call.device_type, dtype=ambient.autocast_dtype, enabled=ambient.autocast,
+                            cache_enabled=False):
             graphed = backend._make((adapter,), (tuple(statics),), enabled=backend.recipe is not None,
                                     recipe=backend.recipe, cache_quantized_params=backend.cache_quantized_params,
                                     allow_unused_input=True)
