@@ -65,6 +65,8 @@ class Branch:
     text: str
     source: Source
     default: bool | None = None
+    # what the condition hangs on: one line of a helper that is called twice, with two arguments, is two branches
+    about: str = ""
 
     def describe(self, side: bool) -> str:
         if "`" in self.text:  # not an expression of the recipe but a sentence about an argument

@@ -181,6 +181,22 @@ def decided(fact, world: dict):
     return fact.value
 
 
+def test_one_line_of_a_helper_called_twice_is_two_branches(tmp_path):
+    source = """
+        def tune(model, name, flag):
+            setattr(model, name, 1 if flag else 2)
+
+
+        def my_config(a: bool = False, b: bool = False):
+            cfg = ConfigContainer(model=GPTModelProvider(num_layers=2))
+            tune(cfg.model, "first", a)
+            tune(cfg.model, "second", b)
+            return cfg
+        """
+    facts = read(tmp_path, source).facts
+    assert facts["model.first"].branch != facts["model.second"].branch
+
+
 def test_a_side_that_raises_does_not_count(tmp_path):
     source = """
         def my_config(size: str = "8b"):

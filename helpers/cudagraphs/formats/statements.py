@@ -172,7 +172,7 @@ class Statements:
             frame.module.label, test.lineno, test.col_offset + 1, frame.module.file.line(test.lineno).strip()
         )
         default = bool(condition.default) if condition.has_default else None
-        return Branch(ast.unparse(test), source, default)
+        return Branch(ast.unparse(test), source, default, condition.reason)
 
     def _finish(self, frame: Frame, status: str, value: Any) -> tuple[str, Any]:
         """Join the returns that were taken on undecided branches into the function's final state."""
