@@ -360,6 +360,12 @@ EDITS = [
         "torchrun p.py \\\n  --num-layers 2\n",
     ),
     (
+        "option whose value may come from elsewhere is not built on",
+        'A=" \\\n  --num-layers 2 \\\n  --bf16 \\\n"\ntorchrun p.py $A $MORE\n',
+        {"cuda_graph_impl": "local"},
+        'A=" \\\n  --num-layers 2 \\\n  --cuda-graph-impl local \\\n  --bf16 \\\n"\ntorchrun p.py $A $MORE\n',
+    ),
+    (
         "program that a condition chooses",
         'if [ "$H" = 1 ]; then P=a.py; else P=b.py; fi\n: ${TP:=1}\ntorchrun ${P} \\\n  --num-layers $TP\n',
         {"cuda_graph_impl": "local"},

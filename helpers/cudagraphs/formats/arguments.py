@@ -448,10 +448,9 @@ class _Writer:
         usable = [
             option
             for option in self.run.options
-            if not option.guards
-            and not any(word.guards for word in option.values)
-            and self._placed(option.last)
-            and self._placed(option.word)
+            if not any(word.guards for word in (option.word, *option.values))
+            and all(self._placed(word) for word in (option.word, *option.values))
+            and self._together(option)
         ]
         overrides = [option for option in usable if option.override is not None]
         plain = [option for option in usable if option.override is None]
@@ -473,6 +472,14 @@ class _Writer:
         raise SourceError(
             f"{self.recipe.path}: {self.run.name}: no option is written in this file itself; set the options where "
             f"they are"
+        )
+
+    def _together(self, option: Option) -> bool:
+        """Whether an option and its values stand side by side, with nothing but space between them."""
+        places = [self._place(word) for word in (option.word, *option.values)]
+        pairs = zip(places, places[1:])
+        return all(
+            left[1] <= right[0] and not self.text[left[1] : right[0]].replace("\\", "").strip() for left, right in pairs
         )
 
     def _placed(self, word: Word) -> bool:
