@@ -103,37 +103,46 @@ def result(case: Case, skill: Path, folder: Path) -> tuple[Path, dict[str, bytes
     return workspace, {name: (workspace / name).read_bytes() for name in files_of(workspace)}, transcript
 
 
+def untouched(case: Case, part: str, before: str, after: str) -> bool:
+    """Whether a part cannot matter to a case: the text shows all that it did, and no helper is run that could differ."""
+    shown = [agents.missing_knowledge(step, text) for text in (before, after) for step in case.reference]
+    same_text = shown[: len(case.reference)] == shown[len(case.reference) :]
+    return same_text and (part.startswith("SKILL.md") or not any("run" in step for step in case.reference))
+
+
 def run(
     names: Sequence[str], chosen: list[Case], jobs: int, upstream: Upstream, show: Callable[[str], None]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """For each part the cases that fail without it; and the cases that fail as it is.
 
-    A case whose final files are the same as with the whole skill has the same grade, and is not graded again (teardown
-    cases run the helpers themselves, and are).
+    What cannot differ is not done again: cases that a part does not touch are left out, and a case whose final files
+    are the same as with the whole skill has the same grade.
     """
     table: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="ablation-") as scratch, ThreadPoolExecutor(jobs) as pool:
         skill = run_evals.package(Path(scratch, "whole"))
 
-        def attempt(tree: Path, case: Case, label: str, same_as: dict | None) -> tuple[dict, bool]:
+        def attempt(tree: Path, case: Case, same_as: dict | None) -> tuple[dict, bool]:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 workspace, files, transcript = result(case, tree, Path(folder))
-                if same_as is not None and files == same_as and case.grader_name != "teardown":
+                if files == same_as:
                     return files, True
                 return files, case.grader(upstream)(workspace, transcript).passed
 
-        whole = dict(
-            zip((case.id for case in chosen), pool.map(lambda case: attempt(skill, case, "whole", None), chosen))
-        )
+        done = pool.map(lambda case: attempt(skill, case, None), chosen)
+        whole = {case.id: found for case, found in zip(chosen, done)}
         broken = [case_id for case_id, (_, passed) in whole.items() if not passed]
+        text = agents.skill_text(skill)
         for number, (name, ablate) in enumerate(parts().items()):
             if name not in names:
                 continue
             tree = Path(scratch, f"part-{number}", skill.name)
             shutil.copytree(skill, tree)
             ablate(tree)
-            done = pool.map(lambda case: attempt(tree, case, name, whole[case.id][0])[1], chosen)
-            table[name] = [case.id for case, passed in zip(chosen, done) if not passed and case.id not in broken]
+            left = agents.skill_text(tree)
+            touched = [case for case in chosen if case.id not in broken and not untouched(case, name, text, left)]
+            done = pool.map(lambda case: attempt(tree, case, whole[case.id][0])[1], touched)
+            table[name] = [case.id for case, passed in zip(touched, done) if not passed]
             show(f"{name}: {', '.join(table[name]) or 'no case'}")
             shutil.rmtree(tree.parent)
     return table, broken

@@ -111,7 +111,7 @@ def shell(command: str, workspace: Path, seconds: float) -> tuple[int, str]:
 def reference(case: Case, workspace: Path, limits: Limits) -> Transcript:
     """Take the case's reference steps; those that come from the skill only as far as its text shows them."""
     started, transcript = time.monotonic(), Transcript()
-    known = skill_text(workspace)
+    known = skill_text(workspace / SKILL_FOLDER)
     for step in case.reference:
         unknown = missing_knowledge(step, known)
         if unknown:
@@ -122,16 +122,14 @@ def reference(case: Case, workspace: Path, limits: Limits) -> Transcript:
     return transcript
 
 
-def skill_text(workspace: Path) -> str | None:
-    """SKILL.md with the pages that it names, or None without a skill."""
-    folder = workspace / SKILL_FOLDER
+def skill_text(folder: Path) -> str | None:
+    """SKILL.md in a skill's folder with the pages that it names, or None where there is no skill."""
     if not (folder / "SKILL.md").is_file():
         return None
     text = (folder / "SKILL.md").read_text(encoding="utf-8")
     pages = sorted(set(re.findall(r"references/[\w./-]+\.md", text)))
-    return "\n".join(
-        [text, *((folder / page).read_text(encoding="utf-8") for page in pages if (folder / page).is_file())]
-    )
+    found = [folder / page for page in pages if (folder / page).is_file()]
+    return "\n".join([text, *(page.read_text(encoding="utf-8") for page in found)])
 
 
 def missing_knowledge(step: dict, known: str | None) -> str:

@@ -206,7 +206,13 @@ def plain(results: Results, path: Path) -> str:
     parts, single = [], []
     for key, value in document.items():
         label = key.replace("_", " ")
-        if key in ("schema_version", "command", "date", "revision", "samples", "machine"):
+        if key in ("schema_version", "command", "date", "revision", "samples", "machine", "seed"):
+            continue
+        if key == "versions" and isinstance(value, dict) and not any(isinstance(item, dict) for item in value.values()):
+            parts.insert(0, "Versions: " + ", ".join(f"{name} {item}" for name, item in value.items() if item) + ".")
+            continue
+        if isinstance(value, dict) and len(value) > 8 and all(isinstance(item, str) for item in value.values()):
+            parts.append(by_value(label, value))
             continue
         if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
             columns = list(dict.fromkeys(column for item in value.values() for column in item))
@@ -230,6 +236,15 @@ def plain(results: Results, path: Path) -> str:
     if single:
         parts.insert(0, table(("", ""), single))
     return "\n\n".join([*parts, source(results, path, document)])
+
+
+def by_value(label: str, outcomes: dict[str, str]) -> str:
+    """Many names with few outcomes: a row an outcome; names are given where the outcome is not `passed`."""
+    rows = []
+    for outcome in dict.fromkeys(outcomes.values()):
+        names = [name for name, value in outcomes.items() if value == outcome]
+        rows.append((outcome, len(names), "" if outcome == "passed" else ", ".join(f"`{name}`" for name in names)))
+    return table((label, "count", "which"), rows)
 
 
 def cell(value: Any) -> str:
@@ -267,7 +282,12 @@ def performance(results: Results) -> str:
             parts.append(_call_costs(document))
         else:
             kept = {key: value for key, value in document.items() if key in ("configuration", "ratios")}
-            rows = [(f"{key}: {name}", cell(value)) for key, values in kept.items() for name, value in values.items()]
+            rows = [
+                (f"{key}: {name.replace('_', ' ')}", cell(value))
+                for key, values in kept.items()
+                for name, value in values.items()
+                if name != "seed"
+            ]
             shown = document.get("summary", {})
             if shown:
                 columns = list(dict.fromkeys(column for row in shown.values() for column in row))
@@ -323,12 +343,16 @@ def gpu_evidence(results: Results) -> str:
     command = "python evals/performance/bench_partial_graphs.py --out evals/results/gpu/partial-NAME.json"
     files = results.files("gpu/partial-*.json", "cost and memory of the partial graph manager", command)
     parts.append("### Partial graph manager")
+    kinds: dict[bool, list[tuple[Path, dict]]] = {}
     for path in files:
         document = results.load(path)
-        parts += [
-            _call_costs(document) if "cases" in document else plain(results, path),
-            source(results, path, document),
-        ]
+        kinds.setdefault("cases" in document, []).append((path, document))
+    for costs, found in kinds.items():
+        *older, (path, document) = sorted(found, key=lambda item: (item[1].get("date", ""), item[0].name))
+        parts += [f"{_call_costs(document)}\n\n{source(results, path, document)}" if costs else plain(results, path)]
+        if older:
+            listed = ", ".join(f"`{results.name(file)}` ({run.get('date', '')[:10]})" for file, run in older)
+            parts.append(f"Older runs, kept for comparison: {listed}.")
     if not files:
         parts.append(not_run("cost and memory of the partial graph manager", command))
     command = "python evals/faults/fault_matrix.py --device cuda --out evals/results/gpu/faults-NAME.json"

@@ -81,6 +81,22 @@ def test_performance_files(tmp_path):
     assert "| apply | 0.2031 | 41 |" in text and "| ratios: import / apply | 20.12 |" in text
 
 
+def test_the_newest_run_of_the_partial_manager_is_shown(tmp_path):
+    for name, date, value in (("a", "2026-11-30", 41.0), ("b", "2026-11-29", 99.0)):
+        cases = {"router": {"ours": {"host_microseconds": {"forward": {"median": value}, "step": {"median": 2.0}}}}}
+        put(tmp_path, f"gpu/partial-bench-{name}.json", {"command": "python b.py", "date": date, "cases": cases})
+    outcomes = {f"test_{number}": "failure" if number == 3 else "passed" for number in range(9)}
+    put(
+        tmp_path,
+        "gpu/partial-tests-a.json",
+        {"date": "2026-11-30", "seed": 1, "outcomes": outcomes, "versions": {"torch": "2.11"}},
+    )
+    text = benchmark_report.report(tmp_path)
+    assert "| router | ours | 41 | 2 |" in text and "99" not in text
+    assert "`evals/results/gpu/partial-bench-b.json` (2026-11-29)" in text
+    assert "| passed | 8 |  |" in text and "| failure | 1 | `test_3` |" in text and "Versions: torch 2.11." in text
+
+
 def test_ablation(tmp_path):
     put(tmp_path, "builtin/ablation.json", {"command": "python evals/ablation.py", "date": "2026-11-30", "cases": 51,
                                             "parts": {"rule CG106": ["fp8"], "rule CG003": []}})  # fmt: skip

@@ -83,7 +83,7 @@ def test_the_reference_knows_only_what_the_skill_shows(tmp_path):
     skill_folder = tmp_path / agents.SKILL_FOLDER
     skill_folder.mkdir(parents=True)
     (skill_folder / "SKILL.md").write_text("Run `python helpers/apply_overrides.py RECIPE --diff`.", encoding="utf-8")
-    known = agents.skill_text(tmp_path)
+    known = agents.skill_text(skill_folder)
     assert agents.missing_knowledge({"run": "python helpers/apply_overrides.py recipe.py --diff"}, known) == ""
     assert agents.missing_knowledge({"run": "python helpers/apply_overrides.py recipe.py --off"}, known) == "--off"
     assert agents.missing_knowledge({"run": "python helpers/doctor.py"}, known) == "helpers/doctor.py"
