@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn CUDA graphs on (or off) in a training recipe, in place.
 
-Reads the recipe without running it, recommends the implementation and the scopes, writes every setting that they need under
-the names of the installed version, checks the result against the rules, and shows what changed. Nothing is written if the
-result would be rejected.
+Reads the recipe without running it, recommends the implementation and the scopes, writes every setting that they need
+under the names of the installed version, checks the result against the rules, and shows what changed. Nothing is
+written if the result would be rejected.
 
 Usage:
     python helpers/apply_overrides.py recipe.py                         recommend and write
@@ -15,8 +15,8 @@ Usage:
     python helpers/apply_overrides.py recipe.py --impl transformer_engine --scopes attn,mlp
     python helpers/apply_overrides.py recipe.py --set model.cuda_graph_warmup_steps=5
     python helpers/apply_overrides.py recipe.py --off                   turn graphs off cleanly
-    python helpers/apply_overrides.py train.sh                          a launch script, a MODEL_ARGS file, an AutoModel recipe
-    python helpers/apply_overrides.py --mcore 0.19 -- --num-layers 32   arguments or overrides: prints the new ones, writes nothing
+    python helpers/apply_overrides.py train.sh                          a launch script, MODEL_ARGS, an AutoModel recipe
+    python helpers/apply_overrides.py --mcore 0.19 -- --num-layers 32   arguments or overrides: prints the new ones
 
 Output: a unified diff and a short report on stdout; with --json one object on stdout instead, and the prose on stderr.
 
@@ -247,7 +247,7 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
 
 
-# What full iteration asks to turn off. Whether a recipe had them off for graphs or for its own sake cannot be read from it.
+# What full iteration asks to turn off. Whether a recipe had them off for graphs or for its own sake cannot be read.
 NAN_CHECKS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 

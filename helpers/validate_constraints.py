@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Check a recipe's CUDA graph settings against what the installed versions really enforce, and against what fails later.
+"""Check a recipe's CUDA graph settings against what the installed versions enforce, and against what fails later.
 
 Usage:
     python helpers/validate_constraints.py recipe.py                       every recipe function of the file
@@ -8,11 +8,11 @@ Usage:
     python helpers/validate_constraints.py recipe.py --format json|sarif|github
     python helpers/validate_constraints.py recipe.py --set num_moe_experts=8        a fact that the recipe leaves open
     python helpers/validate_constraints.py recipe.py --fix                 apply the safe mends in place
-    python helpers/validate_constraints.py train.sh | model_config.yaml | run_config.yaml | recipe.yaml    any other format
-    python helpers/validate_constraints.py --mcore 0.19 -- --num-layers 32 --cuda-graph-impl local   arguments, or overrides
-    python helpers/validate_constraints.py --facts facts.json              neutral facts: plain PyTorch, Transformer Engine
+    python helpers/validate_constraints.py train.sh | model_config.yaml | run_config.yaml | recipe.yaml
+    python helpers/validate_constraints.py --mcore 0.19 -- --num-layers 32 --cuda-graph-impl local   arguments
+    python helpers/validate_constraints.py --facts facts.json              neutral facts: PyTorch, Transformer Engine
     python helpers/validate_constraints.py --explain CG204                 a rule, by code
-    python helpers/validate_constraints.py --explain "full recompute is only supported"   or by a piece of upstream's message
+    python helpers/validate_constraints.py --explain "full recompute is only supported"   or by upstream's message
     python helpers/validate_constraints.py --list-rules
     python helpers/validate_constraints.py --fields-jsonl FILE --mcore 0.19 [--te 2.10]
     python helpers/validate_constraints.py --write-pages references/rules  one Markdown page a rule
@@ -121,7 +121,8 @@ def dispatch(arguments: argparse.Namespace) -> int:
         return batch(arguments)
     if arguments.recipe is None and arguments.facts is None and arguments.given is None:
         raise cli.UsageError(
-            "name a recipe, --facts FILE, arguments behind --, or --explain, --list-rules, --fields-jsonl or --write-pages; see --help"
+            "name a recipe, --facts FILE, arguments behind --, or --explain, --list-rules, --fields-jsonl or --write-pages; "
+            "see --help"
         )
     return validate(arguments)
 

@@ -11,7 +11,7 @@ from cudagraphs.versions import Versions
 
 
 def setting(text: str, versions: Versions, automodel: bool = False) -> tuple[str, Any]:
-    """`model.key=value` -> (fact name, value). Raises UsageError for a text without `=` or a key that does not exist."""
+    """`model.key=value` -> (fact name, value). Raises UsageError for a text without `=` or an unknown key."""
     import yaml
 
     key, equals, value = text.partition("=")
