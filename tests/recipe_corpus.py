@@ -26,6 +26,7 @@ import argparse
 import ast
 import fnmatch
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -479,9 +481,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     summary = found.summary()
-    text = json.dumps(
-        {"schema_version": report.SCHEMA_VERSION, "command": "python tests/recipe_corpus.py", **summary}, indent=2
-    )
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True, check=False)
+    document = {
+        "schema_version": report.SCHEMA_VERSION,
+        "command": "python tests/recipe_corpus.py --write evals/results/corpus/bridge-0.6.2.json",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "revision": git.stdout.strip() or "unknown",
+        "python": platform.python_version(),
+        **summary,
+    }
+    text = json.dumps(document, indent=2)
     print(text)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
