@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""apply_overrides.py and validate_constraints.py over launch scripts, arguments, YAML and facts, from the command line."""
+"""apply_overrides.py and validate_constraints.py over scripts, arguments, YAML and facts, from the command line."""
 
 from __future__ import annotations
 

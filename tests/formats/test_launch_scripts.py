@@ -511,3 +511,16 @@ def test_script_without_a_training_command(tmp_path):
 def test_odd_text_never_breaks_the_parser(tmp_path, text):
     assert Run(Path("odd.sh"), text + "\n").invocations is not None
     assert Run(Path("odd.sh"), "torchrun t.py --num-layers 2\n" + text).invocations[0].words[0].text == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("f() { f; f; f; f; f; f; }\nf\n", "too many to follow"),
+        ("( " * 20000, "nested too deeply"),
+        ("if a; then " * 20000, "nested too deeply"),
+    ],
+)
+def test_scripts_without_end_are_refused(tmp_path, text, reason):
+    with pytest.raises(SourceError, match=reason):
+        script_of(tmp_path, text)

@@ -58,7 +58,10 @@ class LaunchScript:
         """`listed` takes every word of the text as an argument of one command."""
         self.path, self.versions, self.framework, self.listed = path, versions, framework, listed
         self.file = file or load(path)
-        self.script = ScriptRun(path, self.file.text)
+        try:
+            self.script = ScriptRun(path, self.file.text)
+        except RecursionError:
+            raise SourceError(f"{path}: nested too deeply to read") from None
         self.commands = self._commands()
 
     @property

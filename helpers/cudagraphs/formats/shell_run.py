@@ -30,10 +30,12 @@ from cudagraphs.formats.shell import (
     Part,
     Variable,
 )
+from cudagraphs.formats.source import SourceError
 from cudagraphs.formats.words import Side, Word
 from cudagraphs.settings import Branch, Source
 
 MAX_DEPTH = 12  # nested functions and sourced files
+MAX_COMMANDS = 50_000  # functions that call each other can go on for ever
 MAX_SIDES = 4  # branches that one word may depend on
 # Commands whose here-document is itself a script.
 SHELLS = frozenset({"sbatch", "bash", "sh", "srun", "ssh", "cat", "tee", "qsub", "salloc"})
@@ -141,6 +143,7 @@ class Run:
         self.functions: dict[str, tuple[Function, Document]] = {}
         self.guards: tuple[Side, ...] = ()
         self.depth = 0
+        self.commands = 0
         self.state = self._collect(shell.parse(text), self.document, State())
 
     def option_variables(self) -> list[Word]:
@@ -262,6 +265,9 @@ class Run:
         return joined
 
     def _command(self, node: Command, document: Document, state: State) -> State:
+        self.commands += 1
+        if self.commands > MAX_COMMANDS:
+            raise SourceError(f"{self.path}: runs more than {MAX_COMMANDS:,} commands, too many to follow")
         expanded = [(self._fields(part.parts, document, state), part) for part in node.words]
         words = [word for items, part in expanded for word in self._made(items, part, document)]
         while len(words) > 1 and words[0].text in PREFIXES:
