@@ -43,7 +43,7 @@ if not sys.dont_write_bytecode:
 
 from cudagraphs import cli, families, report  # noqa: E402
 from cudagraphs.diff import unified_diff  # noqa: E402
-from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
+from cudagraphs.formats import Recipe, open_input, split_arguments, version_names  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
@@ -213,6 +213,7 @@ def work_on_all(original: Recipe, names: Sequence[str], request: Request) -> tup
 
 def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcome]:
     """Recommend for one run, write it into the recipe, and check what came out."""
+    recipe, renames = version_names(recipe, name)
     run = recipe.run(name)
     before = graph_state(run.settings)
     if run.settings.framework == AUTOMODEL:
@@ -227,6 +228,7 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
             run.settings, preset=request.preset, impl=request.impl, scopes=request.scopes,
             warmup_steps=request.warmup_steps, extra=request.extra,
         )  # fmt: skip
+    advice = advice._replace(reasons=[f"{old} is named {new} in this version" for old, new in renames.items()] + advice.reasons)
     if advice.refused:
         findings = [finding for finding in check(run.settings) if finding.severity != "info"]
         return recipe, Outcome(name, before, before, run.settings, advice, {}, {}, findings)
@@ -242,7 +244,8 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     if settings.framework in MEGATRON:
         # the kind of model that the recommendation went by, where the recipe leaves it to a checkpoint
         judged = families.assume(judged, families.infer(judged))
-    findings = check(judged)
+    # turning graphs off on request is no accident, even where the recipe turns them on first
+    findings = [finding for finding in check(judged) if not (request.off and finding.code == "CG512")]
     skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
     return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
 
@@ -271,6 +274,8 @@ def kept(settings: Settings, before: GraphState, request: Request) -> Recommenda
         return None
     impl = "full_iteration" if before.full_iteration else before.impl
     scopes = [] if before.full_iteration else list(before.modules)
+    if not set(scopes) <= set(scope_names(settings.versions.minor)):
+        return None
     advice = recommend(settings, impl=impl, scopes=scopes, warmup_steps=request.warmup_steps, extra=request.extra)
     if advice.refused:
         return None

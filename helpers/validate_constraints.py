@@ -46,7 +46,7 @@ if not sys.dont_write_bytecode:
     sys.pycache_prefix = sys.pycache_prefix or os.path.expanduser("~/.cache/nemo-cuda-graphs/pycache")
 
 from cudagraphs import cli, report  # noqa: E402
-from cudagraphs.formats import Recipe, open_input, split_arguments  # noqa: E402
+from cudagraphs.formats import Recipe, open_input, split_arguments, version_names  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
@@ -206,7 +206,8 @@ def validate(arguments: argparse.Namespace) -> int:
 
 def fix(recipe: Recipe, name: str, known: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
     """Apply safe mends until none is left, or one comes back; returns the codes mended."""
-    mended: list[str] = []
+    recipe, renames = version_names(recipe, name)
+    mended = ["CG016"] if renames else []
     for _ in range(MAX_FIX_ROUNDS):
         findings = [
             f

@@ -727,3 +727,40 @@ def test_settings_of_the_loop_cannot_stand_in_a_bare_provider(tmp_path):
     after, skipped = recipe.edited("my_provider", {"cuda_graph_impl": "local", "rng.te_rng_tracker": True})
     assert 'cfg.cuda_graph_impl = "local"' in after.file.text
     assert list(skipped) == ["rng.te_rng_tracker"]
+
+
+RENAMED = [
+    (
+        "modules become scope before 0.18",
+        "0.17",
+        'cfg.model.cuda_graph_impl = "transformer_engine"\n    cfg.model.cuda_graph_modules = ["attn", "mlp"]',
+        'cfg.model.cuda_graph_impl = "transformer_engine"\n    cfg.model.cuda_graph_scope = ["attn", "mlp"]',
+    ),
+    (
+        "both names: the one that stays takes the value",
+        "0.17",
+        'cfg.model.cuda_graph_modules = ["attn"]  # scopes\n    cfg.model.cuda_graph_scope = None',
+        'cfg.model.cuda_graph_scope = ["attn"]',
+    ),
+    (
+        "an implementation becomes the flag that means it before 0.15",
+        "0.14",
+        'cfg.model.cuda_graph_impl = "transformer_engine"',
+        "cfg.model.external_cuda_graph = True",
+    ),
+    (
+        "names of the version stay",
+        "0.19",
+        'cfg.model.cuda_graph_modules = ["attn"]',
+        'cfg.model.cuda_graph_modules = ["attn"]',
+    ),
+]
+
+
+@pytest.mark.parametrize("mcore,before,after", [row[1:] for row in RENAMED], ids=[row[0] for row in RENAMED])
+def test_names_of_another_version(mcore, before, after, tmp_path):
+    source = "from base import pretrain_base\n\n\ndef a_config():\n    cfg = pretrain_base()\n    {}\n    return cfg\n"
+    path = tmp_path / "recipe.py"
+    path.write_text(source.format(before))
+    recipe, _ = PythonRecipe(path, versions.resolve(mcore=mcore)).with_version_names("a_config")
+    assert recipe.file.text == source.format(after)

@@ -191,7 +191,7 @@ CASES = [
         {"cuda_graph_impl": "none", "history.cuda_graph_impl": ["transformer_engine", "none"]},
         BRIDGE,
         "CG512",
-        "warning",
+        "error",
     ),
     Case(
         "harness-local-attn",

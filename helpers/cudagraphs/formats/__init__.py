@@ -141,6 +141,15 @@ def _yaml_recipe(path: Path, file: TextFile, versions: Versions, framework: str 
     )
 
 
+def version_names(recipe: Recipe, name: str) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with graph settings under the names of its version, and what was renamed (old name -> new name).
+
+    Formats whose reading already goes by the version's names have nothing to rename.
+    """
+    renamed = getattr(recipe, "with_version_names", None)
+    return (recipe, {}) if renamed is None else renamed(name)
+
+
 def _script(path: Path, file: TextFile, versions: Versions, framework: str | None) -> Recipe:
     from cudagraphs.formats.arguments import LaunchScript
 

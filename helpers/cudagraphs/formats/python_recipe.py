@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from cudagraphs.formats.modules import Modules
 from cudagraphs.formats.source import SourceError, Splice, TextFile, load, parse_python
 from cudagraphs.formats.state import Entry, called_name
 from cudagraphs.formats.values import Object, Site, UnknownValue
-from cudagraphs.rules.defaults import FIELDS
+from cudagraphs.rules.defaults import FIELDS, field_names
 from cudagraphs.settings import Choice, Fact, Known, Settings
 from cudagraphs.versions import Versions
 
@@ -191,6 +191,53 @@ class PythonRecipe:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
+    def with_version_names(self, name: str) -> tuple[PythonRecipe, dict[str, str]]:
+        """The recipe with graph settings that another version's name was given to under this version's name.
+
+        Renames (old name -> new name) are done where the setting stands in the function itself: cuda_graph_modules
+        becomes cuda_graph_scope before 0.18, cuda_graph_impl the legacy flag that means the same before 0.15. What a base
+        recipe sets stays, and CG016 says so.
+        """
+        run = self.run(name)
+        has = field_names(self.versions.minor)
+        models = [config for config in bridge._objects(run.config)]
+        if run.kind == "container":
+            models = [m for config in models for m in bridge._objects(run.interpreter.attribute(config, "model"))]
+        splices: dict[tuple[int, int], Splice] = {}
+        renames: dict[str, str] = {}
+        for model in models:
+            for old, slot in model.slots.items():
+                if old not in RENAMES or old in has or slot.site is None:
+                    continue
+                if not _Writer(self, run, set())._editable(slot.site):
+                    continue
+                new, value = RENAMES[old](slot.value)
+                if new not in has:
+                    continue
+                spans = _name_span(self.file, slot.site, old)
+                if spans is None:
+                    continue
+                renames[old] = new
+                beside = model.slots.get(new)
+                if beside is not None and beside.site is not None and _Writer(self, run, set())._editable(beside.site):
+                    # both names are assigned: the one that stays takes the value, the other's line goes
+                    at, line = self.file.span(beside.site.value), _own_line(self.file, slot.site)
+                    splices[at] = Splice(*at, literal(bridge._plain(slot.value) if value is None else value))
+                    if line is not None:
+                        splices[line] = Splice(*line, "")
+                        continue
+                splices[spans] = Splice(*spans, new)
+                if value is not None:
+                    at = self.file.span(slot.site.value)
+                    splices[at] = Splice(*at, literal(value))
+        return (self._spliced(list(splices.values())), renames) if splices else (self, {})
+
+    def _spliced(self, splices: list[Splice]) -> PythonRecipe:
+        raw = self.file.spliced(splices)
+        text = raw[len(self.file.bom) :].decode(self.file.encoding)
+        file = TextFile(self.path, raw, self.file.encoding, self.file.bom, text)
+        return PythonRecipe(self.path, self.versions, self.roots, file, self.modules.copy())
+
     def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple[PythonRecipe, dict[str, str]]:
         """The recipe with `overrides` (fact name -> value) in effect, and what could not be written here with the
         reason.
@@ -236,10 +283,7 @@ class PythonRecipe:
         splices = writer.splices(wanted)
         if not splices:
             return self, writer.skipped
-        raw = self.file.spliced(splices)
-        text = raw[len(self.file.bom) :].decode(self.file.encoding)
-        file = TextFile(self.path, raw, self.file.encoding, self.file.bom, text)
-        return PythonRecipe(self.path, self.versions, self.roots, file, self.modules.copy()), writer.skipped
+        return self._spliced(splices), writer.skipped
 
 
 def looks_like_recipe(node: ast.FunctionDef) -> bool:
@@ -318,6 +362,37 @@ def literal(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
         return f'"{escaped}"'
     return repr(value)
+
+
+def _legacy_flag(impl: Any) -> tuple[str, Any]:
+    """The flag of 0.13 and 0.14 that means this implementation, and its value."""
+    return ("external_cuda_graph", True) if impl == "transformer_engine" else ("enable_cuda_graph", impl == "local")
+
+
+# Setting that a version does not have -> (name that it has instead, another value or None for the same).
+RENAMES: dict[str, Callable[[Any], tuple[str, Any]]] = {
+    "cuda_graph_modules": lambda value: ("cuda_graph_scope", None),
+    "cuda_graph_impl": _legacy_flag,
+}
+
+
+def _name_span(file: TextFile, site: Site, name: str) -> tuple[int, int] | None:
+    """The byte span of the setting's name in its assignment or keyword; None where the name is not plain text there."""
+    end = file.span(site.value)[0]
+    start = file.span(site.call)[0] if site.call is not None else file.span(site.node)[0]
+    at = file.utf8.rfind(name.encode(), start, end)
+    return None if at < 0 else (at, at + len(name))
+
+
+def _own_line(file: TextFile, site: Site) -> tuple[int, int] | None:
+    """The byte span of the assignment's lines, line end included; None where it shares them with other code."""
+    node = site.node
+    if site.call is not None or not isinstance(node, ast.Assign) or node.end_lineno >= len(file.line_starts):
+        return None
+    start, end = file.line_starts[node.lineno - 1], file.line_starts[node.end_lineno]
+    before, after = file.utf8[start : file.span(node)[0]], file.utf8[file.span(node)[1] : end]
+    alone = not before.strip() and (not after.strip() or after.strip().startswith(b"#"))
+    return (start, end) if alone else None
 
 
 class _Writer:

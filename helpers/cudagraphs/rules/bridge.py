@@ -395,7 +395,7 @@ RULES = (
         code="CG512",
         title="A later assignment turns graphs off",
         layer="bridge",
-        severity="warning",
+        severity="error",
         frameworks=(BRIDGE,),
         when=lambda f, v: (
             f["graph.impl"] == "none"
@@ -404,9 +404,12 @@ RULES = (
         message="cuda_graph_impl is assigned {history.cuda_graph_impl} in this order: the last one wins, and nothing "
         "is captured",
         mend="remove the assignment to none if graphs are wanted, and count replays in a smoke run",
+        fix=lambda f, v: {
+            "cuda_graph_impl": [value for value in f["history.cuda_graph_impl"][:-1] if value not in (None, "none")][-1]
+        },
+        safe=False,
         why="Hooks and helpers that run after a recipe can set the implementation back, and nothing says so: recipes "
-        "have "
-        "shipped with graphs off for that reason.",
+        "have shipped with graphs off for that reason.",
         source="Megatron-Bridge PR 6129",
         bad=(Example({"cuda_graph_impl": "none", "history.cuda_graph_impl": ["transformer_engine", "none"]}, NEW),),
         good=(
