@@ -4,8 +4,8 @@
 import oracle_agreement
 
 PRINTED = """
-megatron-core 0.17: 48151 judged, {'accepted': 24411, 'rejected': 23740, 'baseline_rejected': 4149, 'first complaint
-named': 23740}, 0 mismatches, 2.1 s .
+megatron-core 0.17: 48151 judged, {'accepted': 24411, 'rejected': 23740, 'baseline_rejected': 4149}, 0 mismatches, 2.1 s
+.
 megatron-lm-0.18: {'rejected': 1000, 'accepted': 1212, 'left out': 150}, 3 mismatches
 something else: 5
 """
