@@ -35,6 +35,10 @@ names its files and the command that writes them.
 """
 
 
+# Of a long list of counts, this many are shown; the file has all.
+SHOWN_COUNTS = 5
+
+
 class ResultError(ValueError):
     """A result file that cannot be read; the text is one line naming it."""
 
@@ -230,12 +234,21 @@ def plain(results: Results, path: Path) -> str:
                 )
             )
         elif isinstance(value, dict):
-            single += [(f"{label}: {name}", cell(item)) for name, item in value.items()]
+            single += [(f"{label}: {name}", cell(item)) for name, item in shortened(value).items()]
         else:
             single.append((label, cell(value)))
     if single:
         parts.insert(0, table(("", ""), single))
     return "\n\n".join([*parts, source(results, path, document)])
+
+
+def shortened(counts: dict[str, Any]) -> dict[str, Any]:
+    """A long list of counts as its largest and the sum of the others; anything else as it is."""
+    if len(counts) <= SHOWN_COUNTS + 3 or not all(isinstance(value, int) for value in counts.values()):
+        return counts
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    rest = ordered[SHOWN_COUNTS:]
+    return {**dict(ordered[:SHOWN_COUNTS]), f"{len(rest)} others together": sum(value for _, value in rest)}
 
 
 def by_value(label: str, outcomes: dict[str, str]) -> str:

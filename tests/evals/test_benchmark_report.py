@@ -73,6 +73,17 @@ def test_other_files_become_tables_with_their_source(tmp_path):
     assert "From `evals/results/oracle/x.json`, 2026-11-30: `python x.py`" in text
 
 
+def test_long_lists_of_counts_are_shortened(tmp_path):
+    put(
+        tmp_path,
+        "corpus/x.json",
+        {"because": {f"reason {number}": number for number in range(20)}, "few": {"a": 1, "b": 2}},
+    )
+    text = benchmark_report.report(tmp_path)
+    assert "| because: reason 19 | 19 |" in text and "reason 14" not in text
+    assert "| because: 15 others together | 105 |" in text and "| few: a | 1 |" in text
+
+
 def test_performance_files(tmp_path):
     put(tmp_path, "performance/helpers.json", {
         "command": "python bench.py", "date": "2026-11-30T10:00:00Z", "machine": {"cpus": 2}, "versions": {"python": "3.12"},
