@@ -62,6 +62,6 @@ def device(name):
     return name
 
 
-from torch import cuda, distributed  # noqa: E402
+from torch import cuda, distributed  # noqa: E402, F401
 
 atexit.register(lambda: event("exit", live=cuda.graphs.live()))
