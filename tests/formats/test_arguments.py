@@ -223,3 +223,26 @@ def test_pattern_is_never_evaluated(text, value):
 @pytest.mark.parametrize("value", [None, True, False, 3, 0.5, "attn", "a b", "", ["attn", "mlp"], []])
 def test_hydra_values_go_both_ways(value):
     assert hydra_value(hydra_text(value)) == value
+
+
+@pytest.mark.parametrize("program,has_mamba", [("pretrain_gpt.py", False), ("pretrain_mamba.py", True), ("mine.py", None)])
+def test_the_training_program_tells_whether_there_are_mamba_layers(program, has_mamba, tmp_path):
+    script = tmp_path / "train.sh"
+    graphs = "--cuda-graph-impl local --cuda-graph-scope moe_router"
+    script.write_text(f"torchrun {program} --num-layers 2 --hidden-size 64 {graphs}\n")
+    recipe = open_recipe(script, versions.resolve(mcore="0.17"))
+    fact = recipe.run(recipe.candidates()[0]).settings.facts.get("model.has_mamba")
+    assert (fact.value if fact else None) is has_mamba
+
+
+@pytest.mark.parametrize(
+    "options,found",
+    [
+        ("--cuda_graph_impl full_iteration", True),
+        ("--cuda_graph_impl transformer_engine --cuda_graph_scope attn,mlp", False),
+    ],
+)
+def test_what_the_performance_script_cannot_take_is_a_finding(options, found):
+    recipe = from_argv(["-m", "llama3", "-mr", "8b", *options.split()], versions.resolve(bridge="0.6.2"))
+    codes = {finding.code for finding in rules.check(recipe.run(recipe.candidates()[0]).settings) if not finding.needs}
+    assert ("CG516" in codes) is found

@@ -22,13 +22,15 @@ from cudagraphs.formats.shell_run import Run as ScriptRun
 from cudagraphs.formats.source import SourceError, Splice, TextFile, load
 from cudagraphs.formats.words import Option, Word, by_world, group
 from cudagraphs.rules import defaults
-from cudagraphs.settings import Fact, Settings
+from cudagraphs.settings import Fact, Known, Settings
 from cudagraphs.versions import Versions
 
 # Options are changed where variables are set, then where they are used; each removal is a round of its own.
 ROUNDS = 3
 MAX_REMOVALS = 64
 SAFE = re.compile(r"[\w./:,=@%+-]+")
+# Megatron-LM's training programs (its root folder, 0.13 to 0.19) and whether the model that they build has Mamba layers.
+ENTRY_PROGRAMS = {"pretrain_gpt.py": False, "pretrain_t5.py": False, "pretrain_bert.py": False, "pretrain_mamba.py": True}
 DIALECTS = {"megatron-lm": flags.MegatronLM, "megatron-core": flags.MegatronLM}
 
 
@@ -144,6 +146,9 @@ class LaunchScript:
             facts.setdefault(
                 f"env.{variable}", by_world(values, lambda texts: "".join(texts), values[0].source if values else None)
             )
+        has_mamba = ENTRY_PROGRAMS.get(name.partition("#")[0])
+        if has_mamba is not None:
+            facts.setdefault("model.has_mamba", Known(has_mamba, None, "inferred"))
         reason = reason or self._open_reason(words)
         versions = replace(self.versions, bridge=None) if dialect.framework != "megatron-bridge" else self.versions
         settings = Settings(

@@ -530,6 +530,7 @@ class Harness:
             for option in options
             if option.name == name
         }
+        found.update({f"harness.{name}": fact for name, fact in graph.items()})
         self._graph_facts(found, graph.get("cuda_graph_impl"), graph.get("cuda_graph_scope"))
         self._other_facts(found, options, lm)
         for name, entries in override_entries(options).items():
