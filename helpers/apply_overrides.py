@@ -308,7 +308,7 @@ def show(
     if difference and not arguments.json:
         print(difference, file=stream)
         print(file=stream)
-    print(f"{arguments.recipe}: {outcomes[0].settings.versions.describe()}", file=stream)
+    print(f"{arguments.recipe}: {outcomes[0].settings.versions.describe(outcomes[0].settings.framework)}", file=stream)
     for outcome in outcomes:
         for line in outcome_text(outcome):
             print(line, file=stream)

@@ -260,7 +260,8 @@ def show(
             }
         )
         return
-    print(f"{arguments.recipe}: {recipe.run(names[0]).settings.versions.describe()}")
+    first = recipe.run(names[0]).settings
+    print(f"{arguments.recipe}: {first.versions.describe(first.framework)}")
     for name in names:
         settings = recipe.run(name).settings.with_values(known)
         print(f"{name}: {report.state_text(graph_state(settings))}")

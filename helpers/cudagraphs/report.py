@@ -215,7 +215,7 @@ def settings_json(settings: Settings, every: bool = False) -> dict[str, Any]:
     document: Mapping[str, Any] = {name: fact_json(settings.facts[name]) for name in names}
     return {
         "framework": settings.framework,
-        "versions": settings.versions.describe(),
+        "versions": settings.versions.describe(settings.framework),
         "complete": settings.complete,
         "incomplete_reason": settings.incomplete_reason or None,
         "facts": document,

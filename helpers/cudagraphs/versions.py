@@ -24,6 +24,13 @@ DISTRIBUTIONS = {
     "automodel": ("nemo-automodel",),
     "torch": ("torch",),
 }
+# What a report on a run of each framework names; all components for the others.
+BUILDS_ON = {
+    "megatron-bridge": ("mcore", "bridge", "te"),
+    "megatron-lm": ("mcore", "te"),
+    "megatron-core": ("mcore", "te"),
+    "nemo-automodel": ("automodel", "te"),
+}
 NEWEST = {"mcore": "0.19.2", "bridge": "0.6.2", "te": "2.20.2", "automodel": "0.7.0", "torch": "2.11.0"}
 OLDEST_MCORE = (0, 13)
 # Which megatron-core each Bridge release pins; the wheels themselves do not bound it.
@@ -66,11 +73,13 @@ class Versions:
         have = getattr(self, component)
         return have is not None and have >= number
 
-    def describe(self) -> str:
+    def describe(self, framework: str | None = None) -> str:
+        """The versions and where each came from; with a framework only those that it builds on, and what was given."""
+        relevant = BUILDS_ON.get(framework or "", tuple(DISTRIBUTIONS))
         parts = []
         for component, how in self.how:
             have = getattr(self, component)
-            if have is not None:
+            if have is not None and (component in relevant or how == "given"):
                 parts.append(f"{component} {'.'.join(map(str, have))} ({how})")
         return ", ".join(parts)
 
