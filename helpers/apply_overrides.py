@@ -224,7 +224,7 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
         overrides = off(run.settings)
         advice = Recommendation("none", (), overrides, {}, ["turned off on request"], left_off(run.settings), None)
     else:
-        advice = kept(run.settings, before, request) or recommend(
+        advice = kept(run.settings, before, request) or intended(run.settings, before, request) or recommend(
             run.settings, preset=request.preset, impl=request.impl, scopes=request.scopes,
             warmup_steps=request.warmup_steps, extra=request.extra,
         )  # fmt: skip
@@ -286,6 +286,22 @@ def kept(settings: Settings, before: GraphState, request: Request) -> Recommenda
     if any(report.is_blocking(finding) for finding in check(settings.with_values(missing))):
         return advice._replace(reasons=[reason, *advice.reasons])
     return advice._replace(overrides=missing, reasons=[reason])
+
+
+def intended(settings: Settings, before: GraphState, request: Request) -> Recommendation | None:
+    """The graphs that the recipe itself asks for before a later assignment turns them off; None where it asks for none."""
+    history = settings.facts.get("history.cuda_graph_impl")
+    if request.preset or request.impl or request.scopes is not None or before.active or not isinstance(history, Known):
+        return None
+    asked = [value for value in history.value[:-1] if value not in (None, "none")]
+    if not asked:
+        return None
+    on = graph_state(settings.with_values({"cuda_graph_impl": asked[-1]}))
+    again = kept(settings.with_values({"cuda_graph_impl": asked[-1]}), on, request)
+    if again is None:
+        return None
+    reason = f"the recipe asks for {report.state_text(on)}, and a later assignment turns it off ({history.source})"
+    return again._replace(overrides={**again.overrides, "cuda_graph_impl": asked[-1]}, reasons=[reason])
 
 
 def show(

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import apply_overrides
+import validate_constraints
 import pytest
 
 SCRIPT = Path(apply_overrides.__file__)
@@ -568,3 +569,32 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path):
             except subprocess.TimeoutExpired:
                 running.send_signal(signal.SIGKILL)
         assert path.read_text() in (DENSE, wanted)
+
+
+TURNED_OFF_AGAIN = '''from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import ConfigContainer
+
+
+def save_memory(model):
+    model.cuda_graph_impl = "none"
+
+
+def a_config() -> ConfigContainer:
+    cfg = ConfigContainer(model=AutoBridge.from_hf_pretrained("meta-llama/Llama-3-8B").to_megatron_provider())
+    cfg.model.cuda_graph_impl = "transformer_engine"
+    cfg.model.cuda_graph_modules = ["attn", "mlp"]
+    save_memory(cfg.model)
+    return cfg
+'''
+
+
+def test_the_graphs_that_a_recipe_asks_for_and_loses_are_the_ones_turned_on(tmp_path, capsys):
+    path = tmp_path / "recipe.py"
+    path.write_text(TURNED_OFF_AGAIN)
+    assert validate_constraints.main([str(path), "--mcore", "0.19"]) == 1
+    assert "CG512 error" in capsys.readouterr().out
+    assert apply_overrides.main([str(path), "--mcore", "0.19"]) == 0
+    assert "a_config: off -> transformer_engine [attn, mlp]" in capsys.readouterr().out
+    assert validate_constraints.main([str(path), "--mcore", "0.19"]) == 0
+    assert apply_overrides.main([str(path), "--mcore", "0.19", "--off"]) == 0
+    assert "-> off" in capsys.readouterr().out
