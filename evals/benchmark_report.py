@@ -109,7 +109,10 @@ def _real_agents(results: Results, path: Path) -> str:
          f"{row['tokens']['mean']:.0f}" if row["tokens"]["mean"] else "not known")
         for arm, row in summary.items()
     ]  # fmt: skip
-    text = f"Agent: {document['agent']}; recorded {document['date']}; one fresh agent a run.\n\n"
+    text = (
+        f"Agent: {document['agent']}; recorded {document['date']}; one fresh agent a run. Actions are as the agents noted "
+        "them (one note may hold several commands); times are wall clock on a shared machine.\n\n"
+    )
     text += table(("arm", "cases", "runs", "passed", "tool calls (mean)", "time (mean)", "tokens (mean)"), rows)
     if delta:
         text += (

@@ -20,6 +20,12 @@ TABLE = [
         "MoE",
     ),
     ("unknown field", GOOD.format(more="cuda_graphs=True"), "rejected", "unexpected keyword"),
+    (
+        "kernels of Transformer Engine are there",
+        GOOD.format(more="num_moe_experts=4, moe_permute_fusion=True, add_bias_linear=False"),
+        "accepted",
+        "",
+    ),
     ("leaves the process", "import sys\n\ndef config():\n    sys.exit(0)\n", "broken", "SystemExit"),
     ("leaves it at once", "import os\n\ndef config():\n    os._exit(0)\n", "broken", "no answer"),
     ("recursion", "def config():\n    return config()\n", "broken", "RecursionError"),

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense run with graphs."""
+
+from common import pretrain_base
+
+
+def dense_config():
+    cfg = pretrain_base()
+    cfg.model.cuda_graph_impl = "transformer_engine"
+    # pretrain_base() sets cuda_graph_scope="full"; megatron-core refuses it next to cuda_graph_modules.
+    cfg.model.cuda_graph_scope = None
+    cfg.model.cuda_graph_modules = ["attn", "mlp"]
+    cfg.rng.te_rng_tracker = True
+    return cfg
