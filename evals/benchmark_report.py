@@ -125,6 +125,11 @@ def _real_agents(results: Results, path: Path) -> str:
     arms = list(summary)
     cases = sorted({row["case"] for row in document["runs"]})
     found = {(row["configuration"], row["case"]): row for row in document["runs"]}
+    pairs = [[found.get((arm, case)) for arm in ("with_skill", "without_skill")] for case in cases]
+    pairs = [pair for pair in pairs if all(pair)]
+    faster = sum(with_skill["seconds"] < without["seconds"] for with_skill, without in pairs)
+    fewer = sum(with_skill["tool_calls"] < without["tool_calls"] for with_skill, without in pairs)
+    text += f"\n\nOf {len(pairs)} cases in both arms the agent with the skill took less time in {faster}, and fewer actions in {fewer}."
     text += "\n\n" + table(
         ("case", *(f"{arm}: result, calls, seconds" for arm in arms)),
         [(case, *(_outcome(found.get((arm, case))) for arm in arms)) for case in cases],
@@ -180,8 +185,8 @@ def _ablation(results: Results) -> str:
     rows = [(part, len(failed), ", ".join(failed) or "none") for part, failed in document["parts"].items()]
     text = (
         f"Cases (of {document['cases']} that are no negatives) that the reference fails once a part of the skill is "
-        "taken away. A rule "
-        "that no case depends on still reports; upstream, or another rule, then catches the same configurations.\n\n"
+        "taken away. A part on which no case rests is not shown to be useless: the cases do not reach it, or it repeats "
+        "what another part says.\n\n"
     )
     return (
         text

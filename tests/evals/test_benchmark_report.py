@@ -54,6 +54,7 @@ def test_real_agents_are_shown_case_by_case(tmp_path):
     assert "these runs show no difference" in text
     assert "| a | pass, 4, 60 | **fail** (captures ['attn']), 9, 91 |" in text
     assert "| b | pass, 4, 62 | not run |" in text
+    assert "Of 1 cases in both arms the agent with the skill took less time in 1, and fewer actions in 1." in text
 
 
 def test_a_clear_difference_is_not_called_none(tmp_path):
