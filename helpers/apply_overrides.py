@@ -22,7 +22,8 @@ Output: a unified diff and a short report on stdout; with --json one object on s
 
 Exit codes:
     0  done, or nothing to do
-    1  refused: the result would not validate, or graphs cannot be recommended; nothing was written
+    1  refused, and nothing was written: the result would not validate, or would break a recipe that builds on it; or no
+       graphs can be recommended for a function, which stays as it is
     2  usage, or input that cannot be read
     3  a fault of this helper
 """
@@ -44,7 +45,7 @@ if not sys.dont_write_bytecode:
 from cudagraphs import cli, families, report  # noqa: E402
 from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments, version_names  # noqa: E402
-from cudagraphs.formats.source import write_atomically  # noqa: E402
+from cudagraphs.formats.source import SourceError, write_atomically  # noqa: E402
 from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.recommend import GRAPH_FACTS, Recommendation, off, recommend  # noqa: E402
 from cudagraphs.recommend_automodel import SCOPES as AUTOMODEL_SCOPES  # noqa: E402
@@ -72,11 +73,18 @@ class Outcome:
     skipped: dict[str, str]
     findings: list[Finding] = field(default_factory=list)
     also_changed: list[str] = field(default_factory=list)
+    breaks: str = ""
+    off_asked_for: bool = False
+
+    @property
+    def without_graphs(self) -> bool:
+        """No graphs can be recommended; the function stays as it is."""
+        return self.recommendation.impl == "none" and not self.off_asked_for and not self.recommendation.refused
 
     @property
     def refused(self) -> str:
-        if self.recommendation.refused:
-            return self.recommendation.refused
+        if self.recommendation.refused or self.breaks:
+            return self.recommendation.refused or self.breaks
         codes = [finding.code for finding in self.findings if report.is_blocking(finding)]
         return f"the result would not validate: {', '.join(dict.fromkeys(codes))}" if codes else ""
 
@@ -141,7 +149,7 @@ def apply(arguments: argparse.Namespace) -> int:
         write_atomically(target, recipe.file.raw, None if arguments.output else original.file.raw)
         written = str(target)
     show(arguments, original, recipe, outcomes, changed, written)
-    return cli.FINDINGS if refused else cli.CLEAN
+    return cli.FINDINGS if refused or any(outcome.without_graphs for outcome in outcomes) else cli.CLEAN
 
 
 @dataclass
@@ -207,8 +215,32 @@ def work_on_all(original: Recipe, names: Sequence[str], request: Request) -> tup
         if len(names) == 1 or recipe.file.raw == before.file.raw:
             break
     for name in names:
-        outcomes[name].also_changed = [other for other in recipe.built_on(name) if other not in names]
+        outcome = outcomes[name]
+        outcome.before = graph_state(original.run(name).settings)
+        outcome.also_changed = [other for other in recipe.built_on(name) if other not in names]
+        outcome.breaks = broken_by(original, recipe, outcome.also_changed)
     return recipe, list(outcomes.values())
+
+
+def broken_by(original: Recipe, recipe: Recipe, others: Sequence[str]) -> str:
+    """Why a run that builds on an edited one would not validate any more; "" if each is as good as before."""
+    for other in others:
+        try:
+            old, new = (
+                {finding.code for finding in check(assumed(one.run(other).settings)) if report.is_blocking(finding)}
+                for one in (original, recipe)
+            )
+        except SourceError:
+            continue  # it was no recipe before, and is none now
+        if new - old:
+            codes = ", ".join(sorted(new - old))
+            return f"{other} builds on it and would not validate any more: {codes}; edit both with --function, or edit {other} alone"
+    return ""
+
+
+def assumed(settings: Settings) -> Settings:
+    """The settings with the kind of model that the recommendation goes by, where the recipe leaves it to a checkpoint."""
+    return families.assume(settings, families.infer(settings)) if settings.framework in MEGATRON else settings
 
 
 def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcome]:
@@ -232,22 +264,23 @@ def work_on(recipe: Recipe, name: str, request: Request) -> tuple[Recipe, Outcom
     if advice.refused:
         findings = [finding for finding in check(run.settings) if finding.severity != "info"]
         return recipe, Outcome(name, before, before, run.settings, advice, {}, {}, findings)
-    if advice.impl == "none" and before.active is False and not request.off:
+    asked_off = request.off or request.impl == "none"
+    without = advice.impl == "none" and before.active is False and not asked_off
+    if without:
         advice = advice._replace(overrides={})  # graphs are off and stay so: nothing to tidy up
-    wanted = {**advice.overrides, **request.extra}
+    wanted = {} if without else {**advice.overrides, **request.extra}
     edited, skipped = recipe.edited(name, wanted)
     exports = {key[4:]: str(wanted[key]) for key in skipped if key.startswith("env.")}
     exports.update({key: str(value) for key, value in advice.exports.items()})
     settings = edited.run(name).settings
     # what the report asks to export is taken as exported, or every such recipe would be refused
-    judged = settings.with_values({f"env.{key}": value for key, value in exports.items()})
-    if settings.framework in MEGATRON:
-        # the kind of model that the recommendation went by, where the recipe leaves it to a checkpoint
-        judged = families.assume(judged, families.infer(judged))
+    judged = assumed(settings.with_values({f"env.{key}": value for key, value in exports.items()}))
     # turning graphs off on request is no accident, even where the recipe turns them on first
     findings = [finding for finding in check(judged) if not (request.off and finding.code == "CG512")]
     skipped = {key: reason for key, reason in skipped.items() if not key.startswith("env.")}
-    return edited, Outcome(name, before, graph_state(settings), settings, advice, exports, skipped, findings)
+    return edited, Outcome(
+        name, before, graph_state(settings), settings, advice, exports, skipped, findings, off_asked_for=asked_off
+    )
 
 
 # What full iteration asks to turn off. Whether a recipe had them off for graphs or for its own sake cannot be read.
@@ -342,7 +375,8 @@ def outcome_text(outcome: Outcome) -> list[str]:
     for finding in outcome.findings:
         if not finding.needs and finding.severity != "info":
             lines += report.finding_text(finding)
-    lines += report.undecided_text(outcome.findings)
+    # --set would write the fact into the recipe here
+    lines += report.undecided_text(outcome.findings, "find it out, and judge with validate_constraints.py --set")
     lines += [f"  next: {step}" for step in outcome.recommendation.next_steps]
     return lines
 
@@ -355,6 +389,9 @@ def verdict(arguments: argparse.Namespace, outcomes: list[Outcome], changed: boo
         return f"written: {written}"
     if changed and arguments.given is not None:
         return "the first line holds the new arguments"
+    without = [outcome.name for outcome in outcomes if outcome.without_graphs]
+    if without and not changed:
+        return f"no graphs can be recommended for {', '.join(without)}; nothing to change"
     return "not written (--diff)" if changed else "nothing to change"
 
 

@@ -9,6 +9,7 @@ Usage:
     python helpers/package_skill.py --output dist                    install archive, source archive, checksums
     python helpers/package_skill.py --install PROJECT                into PROJECT/.agents/skills (Codex, Cursor, Gemini CLI, OpenCode)
     python helpers/package_skill.py --install PROJECT --client claude    into PROJECT/.claude/skills
+    python helpers/package_skill.py --install PROJECT --force        also over a copy that was changed there
     python helpers/package_skill.py --unpack ARCHIVE --into DIR      refuses path tricks, checks every checksum
     python helpers/package_skill.py --output dist --sign KEY.pem     also a signature file beside the install archive
     python helpers/package_skill.py --verify ARCHIVE [--signature FILE --public-key KEY.pem]
@@ -48,8 +49,9 @@ from cudagraphs.formats.source import SourceError  # noqa: E402
 PROGRAM = "package_skill"
 NAME = "nemo-cuda-graphs"
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("SKILL.md", "card.yaml", "BENCHMARK.md", "README.md", "LICENSE", "helpers", "templates", "references")
-SOURCE_ONLY = ("evals", "tests", "pyproject.toml", ".ci", ".gitignore", ".claude-plugin")
+SHIPPED = ("SKILL.md", "card.yaml", "BENCHMARK.md", "LICENSE", "helpers", "templates", "references")
+# README.md tells of set-up, tests and evals, which an installed skill does not have
+SOURCE_ONLY = ("README.md", "evals", "tests", "pyproject.toml", ".ci", ".gitignore", ".claude-plugin")
 SUMS = "SHA256SUMS"
 CLIENTS = {"agents": ".agents/skills", "claude": ".claude/skills"}
 # No archive of this pack comes near this; a bomb would.
@@ -68,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--unpack", type=Path, metavar="ARCHIVE", help="unpack an install archive safely")
     what.add_argument("--verify", type=Path, metavar="ARCHIVE", help="check an archive's checksums, and its signature if given")
     parser.add_argument("--client", choices=sorted(CLIENTS), default="agents", help="which skills folder --install writes to")
+    parser.add_argument("--force", action="store_true", help="replace an installed copy even if it was changed")
     parser.add_argument("--into", type=Path, metavar="DIR", help="where --unpack puts the top folder")
     parser.add_argument("--sign", type=Path, metavar="KEY", help="with --output: sign with this private key (PEM)")
     parser.add_argument("--signature", type=Path, metavar="FILE", help="with --verify")
@@ -103,11 +106,11 @@ def act(arguments: argparse.Namespace) -> list[Path]:
     if arguments.unpack is not None:
         if arguments.into is None:
             raise cli.UsageError("--unpack needs --into DIR")
-        return [unpack(read(arguments.unpack), arguments.into)]
+        return [unpack(read(arguments.unpack), arguments.into, arguments.force)]
     if arguments.install is not None:
         if not arguments.install.is_dir():
             raise cli.UsageError(f"--install {arguments.install}: no such folder; name the project's root")
-        return [unpack(archive(install_files()), arguments.install / CLIENTS[arguments.client])]
+        return [unpack(archive(install_files()), arguments.install / CLIENTS[arguments.client], arguments.force)]
     return build(arguments.output, arguments.sign)
 
 
@@ -160,6 +163,8 @@ def archive(files: dict[str, bytes]) -> bytes:
 
 
 def build(output: Path, key: Path | None) -> list[Path]:
+    if not (ROOT / "pyproject.toml").is_file():
+        raise cli.UsageError("--output builds from the source tree; this is an installed copy without it")
     output.mkdir(parents=True, exist_ok=True)
     install = output / f"{NAME}-{__version__}.tar.gz"
     source = output / f"{NAME}-{__version__}-source.tar.gz"
@@ -246,8 +251,11 @@ def check_sums(files: dict[str, bytes]) -> None:
             raise Refused(f"{path}: differs from {SUMS}")
 
 
-def unpack(data: bytes, into: Path) -> Path:
-    """Unpack an install archive to `into`/nemo-cuda-graphs in one step; an older copy there is replaced whole."""
+def unpack(data: bytes, into: Path, force: bool = False) -> Path:
+    """Unpack an install archive to `into`/nemo-cuda-graphs in one step; an older copy there is replaced whole.
+
+    Raises Refused where the copy there was changed since it was installed, unless `force`.
+    """
     files = members(data)
     check_sums(files)
     into.mkdir(parents=True, exist_ok=True)
@@ -256,6 +264,12 @@ def unpack(data: bytes, into: Path) -> Path:
         raise Refused(f"{target} is a link; remove it first")
     if target.exists() and not (target / "SKILL.md").is_file():
         raise Refused(f"{target} exists and is not this skill; move it away first")
+    if target.exists() and not force:
+        have = {path.relative_to(target).as_posix(): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+        try:
+            check_sums(have)
+        except Refused as difference:
+            raise Refused(f"{target} was changed since it was installed ({difference}); move it away, or give --force") from None
     with tempfile.TemporaryDirectory(dir=into, prefix=f".{NAME}.") as scratch:
         fresh = Path(scratch) / NAME
         for path, content in files.items():

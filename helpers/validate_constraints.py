@@ -47,6 +47,7 @@ if not sys.dont_write_bytecode:
 
 from cudagraphs import cli, report  # noqa: E402
 from cudagraphs.formats import Recipe, open_input, split_arguments, version_names  # noqa: E402
+from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
@@ -200,30 +201,34 @@ def validate(arguments: argparse.Namespace) -> int:
         elif recipe.file.raw != original.file.raw:
             write_atomically(arguments.recipe, recipe.file.raw, original.file.raw)
     results = [(name, finding) for name in names for finding in check(recipe.run(name).settings.with_values(known))]
-    show(arguments, recipe, names, results, fixed, known)
+    show(arguments, original, recipe, names, results, fixed, known)
     return cli.FINDINGS if any(report.is_blocking(finding) for _, finding in results) else cli.CLEAN
 
 
 def fix(recipe: Recipe, name: str, known: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
-    """Apply safe mends until none is left, or one comes back; returns the codes mended."""
+    """Apply safe mends until none is left, or one comes back; returns what was done, a line a mend."""
     recipe, renames = version_names(recipe, name)
-    mended = ["CG016"] if renames else []
+    mended = [f"CG016: {old} renamed to {new}" for old, new in renames.items()]
+    codes: set[str] = set()
     for _ in range(MAX_FIX_ROUNDS):
         findings = [
             f
             for f in check(recipe.run(name).settings.with_values(known))
-            if f.fix and f.safe and not f.needs and f.severity != "info" and f.code not in mended
+            if f.fix and f.safe and not f.needs and f.severity != "info" and f.code not in codes
         ]
         if not findings:
             break
         finding = findings[0]
         recipe, _ = recipe.edited(name, finding.fix)
-        mended.append(finding.code)
+        codes.add(finding.code)
+        given = ", ".join(f"{key}={value}" for key, value in finding.fix.items())
+        mended.append(f"{finding.code} ({finding.message}): {given}")
     return recipe, mended
 
 
 def show(
     arguments: argparse.Namespace,
+    original: Recipe,
     recipe: Recipe,
     names: list[str],
     results: list[tuple[str, Finding]],
@@ -260,21 +265,30 @@ def show(
             }
         )
         return
+    if arguments.quiet:
+        for name, finding in results:
+            if report.is_blocking(finding):
+                print(f"{arguments.recipe}: {name}")
+                print("\n".join(report.finding_text(finding)))
+        return
+    if recipe.file.raw != original.file.raw:
+        print(unified_diff(original.file.text, recipe.file.text, str(arguments.recipe)))
+        print()
     first = recipe.run(names[0]).settings
     print(f"{arguments.recipe}: {first.versions.describe(first.framework)}")
     for name in names:
         settings = recipe.run(name).settings.with_values(known)
-        print(f"{name}: {report.state_text(graph_state(settings))}")
-        if not arguments.quiet:
-            print("\n".join(report.facts_text(settings)))
-        if fixed.get(name):
-            print(f"  mended: {', '.join(fixed[name])}")
+        before = report.state_text(graph_state(original.run(name).settings.with_values(known)))
+        after = report.state_text(graph_state(settings))
+        print(f"{name}: {after}" if before == after else f"{name}: {before} -> {after}")
+        print("\n".join(report.facts_text(settings)))
+        for line in fixed.get(name, []):
+            print(f"  mended: {line}")
         own = [finding for owner, finding in results if owner == name]
         for finding in own:
-            if report.is_blocking(finding) or not (arguments.quiet or finding.needs):
+            if not finding.needs:
                 print("\n".join(report.finding_text(finding)))
-        if not arguments.quiet:
-            print("".join(f"{line}\n" for line in report.undecided_text(own)), end="")
+        print("".join(f"{line}\n" for line in report.undecided_text(own)), end="")
         if not own:
             print("  no findings")
 

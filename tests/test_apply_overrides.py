@@ -120,7 +120,7 @@ def test_graphs_that_are_on_stay_as_they_are(run):
 def test_where_no_graphs_can_be_recommended_nothing_is_touched(run):
     source = MOE.replace("num_moe_experts=8", "num_moe_experts=8, cuda_graph_scope='full', recompute_granularity='full'")
     code, out, _, text = run(source)
-    assert code == 0 and text == source and "no graphs: " in out and "nothing to change" in out
+    assert code == 1 and text == source and "no graphs: " in out and "nothing to change" in out
 
 
 def test_a_preset_changes_graphs_that_are_on(run):
@@ -598,3 +598,21 @@ def test_the_graphs_that_a_recipe_asks_for_and_loses_are_the_ones_turned_on(tmp_
     assert validate_constraints.main([str(path), "--mcore", "0.19"]) == 0
     assert apply_overrides.main([str(path), "--mcore", "0.19", "--off"]) == 0
     assert "-> off" in capsys.readouterr().out
+
+
+BUILT_ON = TURNED_OFF_AGAIN.replace('    save_memory(cfg.model)\n', '').replace('"transformer_engine"\n', '"none"\n') + '''
+
+def b_config() -> ConfigContainer:
+    cfg = a_config()
+    cfg.model.recompute_granularity = "full"
+    return cfg
+'''
+
+
+def test_an_edit_that_breaks_a_recipe_built_on_it_is_refused(tmp_path, capsys):
+    path = tmp_path / "recipe.py"
+    path.write_text(BUILT_ON)
+    flags = ["--mcore", "0.19", "--function", "a_config", "--impl", "transformer_engine", "--scopes", "attn"]
+    assert apply_overrides.main([str(path), *flags]) == 1
+    assert "b_config builds on it and would not validate any more: CG204" in capsys.readouterr().out
+    assert path.read_text() == BUILT_ON

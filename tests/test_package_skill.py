@@ -48,10 +48,23 @@ def test_round_trip(files, tmp_path):
 
 
 def test_an_older_copy_is_replaced_whole(files, tmp_path):
-    target = package_skill.unpack(package_skill.archive(files), tmp_path)
-    (target / "stale.md").write_text("old")
+    content = {path: data for path, data in files.items() if path != "SHA256SUMS"}
+    older = package_skill.with_sums({**content, "stale.md": b"old"})
+    target = package_skill.unpack(package_skill.archive(older), tmp_path)
     package_skill.unpack(package_skill.archive(files), tmp_path)
     assert not (target / "stale.md").exists()
+
+
+@pytest.mark.parametrize("change", ["edited", "added"])
+def test_what_the_user_changed_in_an_installed_copy_is_not_lost(change, files, tmp_path):
+    target = package_skill.unpack(package_skill.archive(files), tmp_path)
+    mine = target / ("SKILL.md" if change == "edited" else "notes.md")
+    mine.write_text("mine")
+    with pytest.raises(package_skill.Refused, match="was changed since it was installed"):
+        package_skill.unpack(package_skill.archive(files), tmp_path)
+    assert mine.read_text() == "mine"
+    package_skill.unpack(package_skill.archive(files), tmp_path, force=True)
+    assert (target / "SKILL.md").read_bytes() == files["SKILL.md"]
 
 
 def test_what_is_not_the_skill_is_never_replaced(files, tmp_path):

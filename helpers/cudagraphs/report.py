@@ -59,8 +59,8 @@ def finding_text(finding: Finding) -> list[str]:
     return lines
 
 
-def undecided_text(findings: Iterable[Finding]) -> list[str]:
-    """What could not be judged, a line for each set of facts that rules would need to know."""
+def undecided_text(findings: Iterable[Finding], how: str = "give it with --set") -> list[str]:
+    """What could not be judged, a line for each set of facts that rules would need to know; `how` says where to give them."""
     by_needs: dict[tuple[str, ...], list[str]] = {}
     for finding in findings:
         if finding.needs:
@@ -70,7 +70,7 @@ def undecided_text(findings: Iterable[Finding]) -> list[str]:
         codes = list(dict.fromkeys(codes))
         listed = ", ".join(codes[:6]) + (", ..." if len(codes) > 6 else "")
         which = f"{listed} is" if len(codes) == 1 else f"{len(codes)} rules ({listed}) are"
-        lines.append(f"  {which} not decided for want of {', '.join(needs)}; give it with --set")
+        lines.append(f"  {which} not decided for want of {', '.join(needs)}; {how}")
     return lines
 
 

@@ -653,7 +653,8 @@ def test_candidates_are_public_functions_that_return_a_configuration(tmp_path):
     assert recipe.candidates() == ["a_config", "b_config"]
     assert recipe.built_on("a_config") == ["b_config"]
     assert recipe.select([], everything=True) == ["a_config", "b_config"]
-    assert recipe.select(["*_config"]) == ["a_config", "_private_config", "b_config"]
+    assert recipe.select(["*_config"]) == ["a_config", "b_config"]
+    assert recipe.select(["_private_config"]) == ["_private_config"]
     assert recipe.select(["b_*", "a_config"]) == ["a_config", "b_config"]
 
 
@@ -764,3 +765,42 @@ def test_names_of_another_version(mcore, before, after, tmp_path):
     path.write_text(source.format(before))
     recipe, _ = PythonRecipe(path, versions.resolve(mcore=mcore)).with_version_names("a_config")
     assert recipe.file.text == source.format(after)
+
+
+UNDECLARED = """
+from base import house_defaults
+
+
+def _graphs(cfg):
+    cfg.model.cuda_graph_impl = "transformer_engine"
+
+
+def packed():
+    cfg = house_defaults("x")
+    _graphs(cfg)
+    return cfg
+
+
+def short():
+    cfg = packed()
+    cfg.train.train_iters = 10
+    return cfg
+
+
+def sized(size):
+    cfg = packed()
+    cfg.model.hidden_size = size
+    return cfg
+
+
+def layout():
+    return [1, 2]
+"""
+
+
+def test_functions_that_only_helpers_configure_are_recipes_too(tmp_path):
+    (tmp_path / "base.py").write_text(
+        "from megatron.bridge.training.config import ConfigContainer\n\n\n"
+        "def house_defaults(name):\n    return ConfigContainer(model=None)\n"
+    )
+    assert recipe_of(tmp_path, UNDECLARED).candidates() == ["packed", "short"]

@@ -82,7 +82,7 @@ class PythonRecipe:
         """Names of the functions that look like recipes, in file order; `<script>` for a file that builds one at top
         level."""
         public = {name: node for name, node in self.functions().items() if not name.startswith("_")}
-        names = [name for name, node in public.items() if looks_like_recipe(node)]
+        names = [name for name, node in public.items() if looks_like_recipe(node) or self._gives_configuration(name, node)]
         # a recipe is called without arguments; what needs some is a helper, unless the file has nothing else
         names = [name for name in names if not _required_arguments(public[name])] or names
         if not names:
@@ -94,6 +94,17 @@ class PythonRecipe:
             names.append(SCRIPT)
         return names
 
+    def _gives_configuration(self, name: str, node: ast.FunctionDef) -> bool:
+        """Whether an undeclared function, called without arguments, returns a configuration: only following it tells."""
+        returns = [n.value for n in _own_statements(node) if isinstance(n, ast.Return)]
+        if node.returns is not None or _required_arguments(node) or not any(isinstance(v, (ast.Name, ast.Call)) for v in returns):
+            return False
+        try:
+            self.run(name)
+        except RecipeError:
+            return False
+        return True
+
     def select(self, patterns: list[str], everything: bool = False) -> list[str]:
         """The functions that `--function` (names or globs) or `--all` picks; the only candidate where neither is given.
 
@@ -101,7 +112,9 @@ class PythonRecipe:
         """
         candidates = self.candidates()
         if patterns:
-            known = [*self.functions(), SCRIPT]
+            # a glob picks among recipes; a name picks any function
+            exact = [name for name in (*self.functions(), SCRIPT) if name in patterns]
+            known = [*candidates, *(name for name in exact if name not in candidates)]
             chosen = [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
             for pattern in patterns:
                 if not fnmatch.filter(known, pattern):
@@ -628,9 +641,10 @@ class _Writer:
         variables = self.run.entry.frame.locals
         root = next((name for name, value in variables.items() if value is self.run.config), None)
         if root is None:
+            line = f":{consumer.lineno}" if consumer is not None else ""
             raise RecipeError(
-                f"{self.recipe.path}: the configuration has no variable of its own; "
-                "assign it to one before training starts"
+                f"{self.recipe.path}{line}: the configuration that training gets has no variable of its own; assign it to one, "
+                "or name the function that builds it with --function"
             )
         if consumer is not None:
             indent = self.file.indent(consumer.lineno)

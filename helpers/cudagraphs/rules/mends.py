@@ -61,7 +61,7 @@ def off(facts: Facts, versions: Versions) -> Overrides:
         overrides["cuda_graph_impl"] = "none"
     harmless = (None, "full", [])
     if versions.minor >= 18:
-        if known(facts, "cuda_graph_scope", "full") is not None:
+        if known(facts, "cuda_graph_scope", ...) not in harmless:
             overrides["cuda_graph_scope"] = None
         if known(facts, "cuda_graph_modules", ...) not in harmless:
             overrides["cuda_graph_modules"] = []
