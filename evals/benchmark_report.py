@@ -94,7 +94,9 @@ def agent_evals(results: Results) -> str:
     command = "python evals/run_evals.py --collect DIR --agent NAME --record evals/results/agents"
     what = "real agents with and without the skill"
     files = results.files("agents/benchmark.json", what, command)
-    parts += ["### Real agents", ""] + ([_real_agents(results, files[0])] if files else [not_run(what, command)])
+    parts += ["### Real agents", ""] + (
+        [_real_agents(results, files[0]), *notes(results, "agents/notes.md")] if files else [not_run(what, command)]
+    )
     parts += ["### Built-in agents", "", _built_in(results), "### Ablation", "", _ablation(results)]
     return "\n\n".join(part for part in parts if part)
 
@@ -345,6 +347,12 @@ def _call_costs(document: dict) -> str:
     return text
 
 
+def notes(results: Results, name: str) -> list[str]:
+    """What a reader must know of result files to read them right, from a Markdown file beside them."""
+    path = results.folder / name
+    return [path.read_text(encoding="utf-8").strip()] if path.is_file() else []
+
+
 # -- GPU evidence ------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +372,7 @@ def gpu_evidence(results: Results) -> str:
     command = "python evals/performance/bench_partial_graphs.py --out evals/results/gpu/partial-NAME.json"
     files = results.files("gpu/partial-*.json", "cost and memory of the partial graph manager", command)
     parts.append("### Partial graph manager")
+    parts += notes(results, "gpu/partial-notes.md")
     kinds: dict[bool, list[tuple[Path, dict]]] = {}
     for path in files:
         document = results.load(path)
