@@ -15,7 +15,7 @@ Usage:
     python helpers/validate_constraints.py --explain "full recompute is only supported"   or by upstream's message
     python helpers/validate_constraints.py --list-rules
     python helpers/validate_constraints.py --fields-jsonl FILE --mcore 0.19 [--te 2.10]
-    python helpers/validate_constraints.py --write-pages references/rules  one Markdown page a rule
+    python helpers/validate_constraints.py --write-pages references        the generated reference pages
 
 Batch mode (--fields-jsonl; `-` reads stdin) takes plain TransformerConfig field overrides, one JSON object a line:
     {"id": 1, "version": "0.17", "te": "2.8", "fields": {"cuda_graph_impl": "local"}}      version and te are optional
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     other.add_argument(
         "--jsonl", action="store_true", help="batch mode: accepted for clarity; the output is JSON lines anyway"
     )
-    other.add_argument("--write-pages", type=Path, metavar="DIR", help="write the rules' reference pages")
+    other.add_argument("--write-pages", type=Path, metavar="DIR", help="write the generated reference pages")
     cli.add_version_flags(parser)
     return parser
 
@@ -113,9 +113,10 @@ def dispatch(arguments: argparse.Namespace) -> int:
             print(f"{rule.code} {rule.severity:8} {rule.layer:12} {rule.title} [{rule.versions_text()}]")
         return cli.CLEAN
     if arguments.write_pages is not None:
+        from cudagraphs import references
         from cudagraphs.rules import pages
 
-        written = pages.write(arguments.write_pages)
+        written = [*references.write(arguments.write_pages), *pages.write(arguments.write_pages / "rules")]
         print(f"{len(written)} pages in {arguments.write_pages}")
         return cli.CLEAN
     if arguments.fields_jsonl is not None:

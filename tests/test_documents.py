@@ -134,3 +134,10 @@ def test_every_helper_is_in_the_tables_and_explains_itself():
     for name in HELPERS:
         if name != "package_skill.py":
             assert f"helpers/{name}" in text(SKILL), name
+
+
+def test_generated_reference_pages_are_up_to_date(tmp_path):
+    from cudagraphs import references
+
+    for fresh in references.write(tmp_path):
+        assert fresh.read_text() == text(ROOT / "references" / fresh.name), fresh.name

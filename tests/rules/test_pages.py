@@ -17,7 +17,7 @@ def test_the_committed_pages_are_up_to_date(tmp_path):
     assert [path.name for path in written] == sorted(path.name for path in COMMITTED.iterdir())
     for path in written:
         assert path.read_text(encoding="utf-8") == (COMMITTED / path.name).read_text(encoding="utf-8"), (
-            f"{path.name} is stale: run python helpers/validate_constraints.py --write-pages references/rules"
+            f"{path.name} is stale: run python helpers/validate_constraints.py --write-pages references"
         )
 
 

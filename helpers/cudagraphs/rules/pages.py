@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference pages, one a rule and an index, written from the rules themselves.
 
-`python helpers/validate_constraints.py --write-pages references/rules` calls `write`.
+`python helpers/validate_constraints.py --write-pages references` calls `write`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cudagraphs.rules import REGISTRY, TOPICS
 from cudagraphs.rules.base import BRIDGE, LM, Example, Rule
 
 HEADER = (
-    "Generated from the rules by `python helpers/validate_constraints.py --write-pages references/rules`; "
+    "Generated from the rules by `python helpers/validate_constraints.py --write-pages references`; "
     "do not edit.\n"
 )
 SEVERITIES = {
