@@ -94,7 +94,13 @@ def show_list(as_json: bool) -> None:
                 "framework": template.framework,
                 "megatron_core": [f"0.{minor}" for minor in template.minors] if template.minors else None,
                 "variables": [
-                    {"name": v.name, "default": v.default, "domain": v.domain(), "help": v.help}
+                    {
+                        "name": v.name,
+                        "default": v.default,
+                        "default_by_model": dict(v.by_model),
+                        "domain": v.domain(),
+                        "help": v.help,
+                    }
                     for v in template.variables.values()
                 ],
             }
@@ -108,6 +114,8 @@ def show_list(as_json: bool) -> None:
         for variable in template.variables.values():
             default = str(variable.default).lower() if isinstance(variable.default, bool) else variable.default
             print(f"    {variable.name}={default}    {variable.help} [{variable.domain()}]")
+            for model, other in variable.by_model.items():
+                print(f"        with model={model}: {other or 'must be given'}")
 
 
 def render(arguments: argparse.Namespace) -> int:

@@ -39,6 +39,12 @@ def refused(capsys, *argv: str) -> tuple[int, str]:
     return code, out.err
 
 
+def without_default(template: rendering.Template, model: str) -> list[str]:
+    """The flags for the variables that have no default for this kind of model."""
+    missing = [name for name, variable in template.variables.items() if variable.by_model.get(model, "") is None]
+    return [word for name in missing for word in ("--set", f"{name}=some.recipe")]
+
+
 def minors(template: rendering.Template) -> range:
     low, high = template.minors or (NEWEST_MINOR, NEWEST_MINOR)
     return range(low, min(high, NEWEST_MINOR) + 1)
@@ -67,6 +73,7 @@ def test_every_preset_model_and_version(capsys, name):
         for preset in ("default", "narrow", "widest"):
             for model in template.models:
                 argv = [name, "--mcore", f"0.{minor}", "--te", TE, "--preset", preset, "--set", f"model={model}"]
+                argv += without_default(template, model)
                 code = render_template.main(argv)
                 out = capsys.readouterr()
                 assert code == 0, (argv, out.err)
@@ -263,6 +270,9 @@ def structure(template: rendering.Template, text: str):
         (["mcore-te-loop", "--set", "model=hybrid"], "is for model=dense"),
         (["pytorch-step", "--from", "x.py"], "takes nothing from a recipe"),
         ([], "name a template"),
+        (["bridge-recipe", "--set", "model=moe-padded"], "no default of base for model=moe-padded; give --set base="),
+        (["automodel-yaml", "--set", "model=hybrid"], "no default of pretrained"),
+        (["performance-harness", "--set", "model=moe-padded"], "--set model_family=... --set model_recipe=..."),
     ],
 )
 def test_one_clear_line(capsys, argv, reason):
@@ -282,6 +292,34 @@ def test_one_clear_line(capsys, argv, reason):
 def test_what_the_versions_reject_is_refused(capsys, argv, reason):
     code, text = refused(capsys, *argv)
     assert code == 1 and reason in text, text
+
+
+@pytest.mark.parametrize("model", ["moe", "moe-padded"])
+@pytest.mark.parametrize("request_", [
+    ["--set", "recompute=full"], ["--impl", "full_iteration"], ["--scopes", "attn,mlp"], ["--scopes", "moe"], [],
+])  # fmt: skip
+def test_the_same_request_has_the_same_answer_in_every_template(capsys, model, request_):
+    """A Bridge snippet stands on a base that is not read; the kind of model is as known as for a whole command."""
+    answers = {}
+    for name in ("megatron-lm-arguments", "bridge-overrides", "bridge-recipe", "performance-harness"):
+        argv = [name, "--mcore", "0.19", "--te", TE, "--set", f"model={model}", *request_]
+        code = render_template.main([*argv, *without_default(TEMPLATES[name], model), "--json"])
+        out = capsys.readouterr()
+        answers[name] = out.err if code else re.search("CUDA graphs: ([^.]*), for", json.loads(out.out)["text"])[1]
+    assert len(set(answers.values())) == 1, answers
+    if model == "moe" and request_ and "attn,mlp" not in request_ and "moe" not in request_:
+        assert "CG714" in answers["bridge-overrides"]
+
+
+@pytest.mark.parametrize("name", ["bridge-recipe", "performance-harness", "automodel-yaml"])
+def test_the_default_base_is_of_the_kind_of_model(capsys, name):
+    texts = {
+        model: rendered(capsys, name, "--mcore", "0.19", "--te", TE, "--set", f"model={model}")
+        for model in ("dense", "moe")
+    }
+    assert re.search("llama3_8b|Qwen3-0.6B", texts["dense"])
+    assert re.search("gpt_oss_20b|qwen3_30b_a3b|Qwen3-30B-A3B", texts["moe"])
+    assert not re.search("llama|Qwen3-0.6B", texts["moe"])
 
 
 def test_undefined_name_in_a_template(tmp_path):

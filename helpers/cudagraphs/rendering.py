@@ -11,7 +11,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {"num_moe_experts": None, "hybrid_layer_pattern": "M*M*-"},
 }
+# What a kind with experts says besides, where absence does not: every layer has experts, and nothing but a capacity
+# per expert fixes the number of their tokens. Megatron-Core's own defaults.
+EXPERTS: dict[str, Any] = {"moe_layer_freq": 1, "moe_expert_rank_capacity_factor": None, "moe_paged_stash": False}
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -65,7 +68,10 @@ class Refused(RenderError):
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of a template: its type, what it may hold, and its default."""
+    """One variable of a template: its type, what it may hold, and its default.
+
+    by_model: other defaults for other kinds of model; None where the value must be given.
+    """
 
     name: str
     type: str
@@ -74,6 +80,7 @@ class Variable:
     of: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    by_model: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of_entry(name: str, entry: Mapping[str, Any]) -> Variable:
@@ -85,6 +92,7 @@ class Variable:
             tuple(str(choice) for choice in entry.get("of", ())),
             entry.get("min"),
             entry.get("max"),
+            entry.get("by_model", {}),
         )
 
     def domain(self) -> str:
@@ -151,13 +159,30 @@ class Template:
     facts: Mapping[str, Any]
 
     def values(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Every variable's value. Raises RenderError for an unknown variable or a value outside its domain."""
+        """Every variable's value.
+
+        Raises RenderError for an unknown variable, a value outside its domain, or one that has no default for the kind
+        of model.
+        """
         for name in given:
             if name not in self.variables:
                 near = difflib.get_close_matches(name, self.variables, 1)
                 hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(self.variables)}"
                 raise RenderError(f"template {self.name} has no variable {name}{hint}")
-        return {name: variable.parse(given.get(name, variable.default)) for name, variable in self.variables.items()}
+        values = {name: variable.parse(given.get(name, variable.default)) for name, variable in self.variables.items()}
+        model = values.get("model")
+        of_model = {
+            name: variable.by_model[model]
+            for name, variable in self.variables.items()
+            if name not in given and model in variable.by_model
+        }
+        missing = [name for name, default in of_model.items() if default is None]
+        if missing:
+            raise RenderError(
+                f"template {self.name} has no default of {' and '.join(missing)} for model={model}; give "
+                + " ".join(f"--set {name}=..." for name in missing)
+            )
+        return {**values, **{name: self.variables[name].parse(default) for name, default in of_model.items()}}
 
 
 @lru_cache(maxsize=4)
@@ -224,6 +249,8 @@ def base_settings(template: Template, values: Mapping[str, Any], versions: Versi
             }
         )
     if template.framework == BRIDGE:
+        if known.get("num_moe_experts") and known["num_moe_experts"].value:
+            known.update({name: Known(value, None, "given") for name, value in EXPERTS.items()})
         # base recipes often set the scopes' old name; the new settings have to stand on top of whatever is there
         known["cuda_graph_scope"] = Unknown("the base recipe may set it")
     reason = "" if complete else "the base recipe is not read"
