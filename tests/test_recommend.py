@@ -219,3 +219,26 @@ def test_off_keeps_later_migrations_from_turning_graphs_on():
     optimizer = run({"optimizer.optimizer_cuda_graph": True, "model.vision_cuda_graph_impl": TE})
     assert recommend.off(optimizer)["optimizer.optimizer_cuda_graph"] is False
     assert recommend.off(optimizer)["model.vision_cuda_graph_impl"] == "none"
+
+
+def test_full_iteration_of_an_unknown_kind_of_model_waits_for_the_number_of_experts():
+    unknown = run({"recompute_granularity": "full"}, complete=False)
+    advice = recommend.recommend(unknown)
+    assert advice.impl == NONE and advice.refused is None
+    assert "give num_moe_experts (CG714)" in advice.reasons[-1]
+    assert recommend.recommend(unknown, extra={"num_moe_experts": None}).impl == FULL
+    dropless = recommend.recommend(unknown, extra={"num_moe_experts": 8})
+    assert dropless.impl == NONE
+    asked = recommend.recommend(unknown, impl=FULL)
+    assert asked.impl == FULL and asked.refused is None
+
+
+def test_next_steps_name_nothing_that_the_rules_reject():
+    packed = recommend.recommend(run({**MOE, "dataset.packed_sequences": True}))
+    assert any(line.startswith("left out") and "attn" in line for line in packed.reasons)
+    assert not any("attn" in step or "full iteration" in step for step in packed.next_steps)
+    narrow = recommend.recommend(run(MOE), preset="narrow")
+    assert any("add attn" in step for step in narrow.next_steps)
+    unknown = recommend.recommend(run(complete=False))
+    assert unknown.impl == TE and not any("full iteration" in step for step in unknown.next_steps)
+    assert any("full iteration" in step for step in recommend.recommend(run()).next_steps)

@@ -87,7 +87,8 @@ def recommend(
     if impl == "none":
         return Recommendation("none", (), {**off(settings), **(extra or {})}, {}, ["graphs off, as asked for"], [])
     family = families.infer(settings)
-    task = _Task(settings, family, warmup_steps, dict(extra or {}))
+    asked = impl == "full_iteration" or "full_iteration" in (scopes or ())
+    task = _Task(settings, family, warmup_steps, dict(extra or {}), full_iteration_asked=asked)
     reasons = [f"{family.describe()}: {family.moe.reason or 'nothing in the recipe tells'}"]
     objections: list[str] = []
     for kind, modules in task.candidates(preset, impl, scopes):
@@ -149,11 +150,27 @@ def _name(kind: str, modules: tuple[str, ...]) -> str:
     return f"{kind} with {', '.join(modules)}" if modules else f"{kind} with whole layers"
 
 
+def _undecided_experts(finding: Finding) -> Finding:
+    """The objection to a full iteration of which it is not known whether it holds dropless experts."""
+    needs = "num_moe_experts" if "num_moe_experts" in finding.needs else " and ".join(finding.needs)
+    return finding._replace(
+        message=f"it is not known whether the experts of a dropless MoE would lie inside the capture; give {needs}"
+    )
+
+
 class _Task:
     """One recommendation in the making."""
 
-    def __init__(self, settings: Settings, family: Family, warmup_steps: int | None, extra: dict[str, Any]):
+    def __init__(
+        self,
+        settings: Settings,
+        family: Family,
+        warmup_steps: int | None,
+        extra: dict[str, Any],
+        full_iteration_asked: bool,
+    ):
         self.settings, self.family, self.extra = settings, family, extra
+        self.full_iteration_asked = full_iteration_asked
         self.minor = settings.versions.minor
         self.facts = _facts(settings)
         self.judged = families.assume(settings, family)
@@ -261,7 +278,13 @@ class _Task:
                 settings = ", ".join(f"{name}={value}" for name, value in finding.fix.items())
                 notes.append(f"{settings}: {finding.message} ({finding.code})")
         blocking = [finding for finding in findings if finding.severity in BLOCKING and not finding.needs]
+        if kind == "full_iteration" and not self.full_iteration_asked:
+            blocking += [_undecided_experts(finding) for finding in findings if finding.code == "CG714" and finding.needs]
         return {**overrides, **self.extra}, blocking, notes
+
+    def accepted(self, kind: str, modules: tuple[str, ...]) -> bool:
+        """Whether no rule stands against the candidate."""
+        return not self.complete(kind, modules)[1]
 
     def choice(self, kind: str, modules: tuple[str, ...]) -> dict[str, Any]:
         """Implementation and scopes in the version's names, with every other name for them out of the way."""
@@ -334,13 +357,14 @@ class _Task:
         return lines
 
     def next_steps(self, kind: str, modules: tuple[str, ...]) -> list[str]:
+        """What to try after this works; nothing that the rules reject."""
         steps = []
         if kind == "transformer_engine" and self.minor >= 16:
-            if "mlp" not in modules and self.has("mlp"):
-                steps.append("add mlp to the scopes once this runs and is faster")
-            if "attn" not in modules and modules[:1] == ("moe_router",):
-                steps.append("add attn to the scopes once this runs and is faster")
-        if kind != "full_iteration" and self.minor >= 14 and not self.family.moe.value:
+            for name, has in (("mlp", self.has("mlp")), ("attn", modules[:1] == ("moe_router",))):
+                if name not in modules and has and self.accepted(kind, (*modules, name)):
+                    steps.append(f"add {name} to the scopes once this runs and is faster")
+        wider = kind != "full_iteration" and self.minor >= 14 and not self.family.moe.value
+        if wider and self.accepted("full_iteration", ()):
             steps.append(
                 "full iteration where the host is still the limit: it also needs static shapes and no NaN checks"
             )
