@@ -4,6 +4,7 @@
 import pytest
 
 from cudagraphs import recommend, rules, versions
+from cudagraphs.recommend_automodel import recommend_automodel
 from cudagraphs.settings import Branch, Choice, Known, Settings, Source, Unknown
 
 MOE = {"num_moe_experts": 64, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 8}
@@ -242,3 +243,13 @@ def test_next_steps_name_nothing_that_the_rules_reject():
     unknown = recommend.recommend(run(complete=False))
     assert unknown.impl == TE and not any("full iteration" in step for step in unknown.next_steps)
     assert any("full iteration" in step for step in recommend.recommend(run()).next_steps)
+
+
+@pytest.mark.parametrize("attn, said", [("sdpa", "te instead of sdpa"), (None, "backend.attn: te, because"), ("te", "")])
+def test_automodel_says_when_the_attention_backend_changes(attn, said):
+    facts = {"backend.attn": attn} if attn else {}
+    advice = recommend_automodel(run(facts, "nemo-automodel", complete=attn is not None, automodel="0.7"))
+    assert advice.overrides["backend.attn"] == "te"
+    lines = [line for line in advice.reasons if line.startswith("backend.attn")]
+    assert len(lines) == bool(said) and all(said in line for line in lines)
+    assert "te_dpa: the attention core alone; the linear and norm backends stay as they are" in advice.reasons

@@ -60,21 +60,29 @@ def recommend_automodel(
     if refused:
         return Recommendation("transformer_engine", tuple(modules), {}, {}, reasons, [], refused)
     overrides: dict[str, Any] = {MODULES: modules}
-    if {"attn", "te_dpa"} & set(modules):
+    attention = [name for name in ("attn", "te_dpa") if name in modules]
+    if attention:
         overrides["backend.attn"] = "te"
+        now = known("backend.attn")
+        if now != "te":
+            instead = f" instead of {now}" if now else ""
+            reasons.append(
+                f"backend.attn: te{instead}, because {attention[0]} captures Transformer Engine's attention"
+            )
     if "attn" in modules:
         overrides.update({"backend.linear": "torch", "backend.rms_norm": "torch", "backend.rope_fusion": False})
         reasons.append(
             "attn: the whole attention module; its linear and norm backends must be PyTorch's, without fused RoPE"
         )
     if "te_dpa" in modules:
-        reasons.append("te_dpa: the attention core alone, which changes no other backend")
+        reasons.append("te_dpa: the attention core alone; the linear and norm backends stay as they are")
     if "moe_router" in modules:
         reasons.append("moe_router: the router has static shapes and launches many small kernels")
         if known("backend.fake_balanced_gate"):
             overrides["backend.fake_balanced_gate"] = False
     if "moe_preprocess" in modules:
         overrides["backend.dispatcher"] = "hybridep"
+        reasons.append("moe_preprocess: the preparation of the hybridep dispatcher, the only one that it is captured for")
     steps = [
         "capture follows the first optimizer step: watch the manager's replay and fallback counts in the log",
         "a model without a custom implementation has no module to capture, and the run stops with an error",
