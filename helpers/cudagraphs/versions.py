@@ -106,6 +106,17 @@ def check_covered(mcore: Number) -> None:
         )
 
 
+def check_bridge_covered(bridge: Number) -> None:
+    """Raises VersionError for a Megatron Bridge that the rules do not cover; one minor past the newest is let through."""
+    oldest, newest = min(BRIDGE_PINS), max(BRIDGE_PINS)
+    if not (oldest <= bridge[:2] <= (newest[0], newest[1] + 1)):
+        raise VersionError(
+            f"Megatron Bridge {'.'.join(map(str, bridge))} is outside what the rules cover "
+            f"({'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}); "
+            "give --bridge with a covered version, or --mcore alone, to judge by its rules"
+        )
+
+
 def installed(component: str) -> str | None:
     """The version of the installed distribution, read from its metadata without importing it; None if it is not installed."""
     for name in DISTRIBUTIONS[component]:
@@ -128,8 +139,9 @@ def installed(component: str) -> str | None:
 def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions:
     """Versions from flags (`mcore="0.17"`), else from installed packages, else the newest known; `how` tells which.
 
-    Raises VersionError for a text that is not a version, and for megatron-core older than 0.13 or newer than the newest known
-    minor by more than one (nothing is known about those).
+    Raises VersionError for a text that is not a version, and for a megatron-core older than 0.13 or a Bridge older than 0.3, or
+    newer than the newest known minor by more than one (nothing is known about those). A Bridge that is merely installed is looked
+    at for framework "megatron-bridge" only.
     """
     numbers: dict[str, Number | None] = {}
     how: list[tuple[str, str]] = []
@@ -149,6 +161,8 @@ def resolve(framework: str = "megatron-bridge", **given: str | None) -> Versions
         how.append((component, origin))
     if numbers["mcore"] is not None:
         check_covered(numbers["mcore"])
+    if numbers["bridge"] is not None and (framework == "megatron-bridge" or given.get("bridge") is not None):
+        check_bridge_covered(numbers["bridge"])
     arch = given.get("arch")
     if arch is not None:
         numbers["arch"] = parse_arch(arch)
@@ -167,8 +181,12 @@ def _paired(component: str, given: Mapping[str, str | None]) -> tuple[str | None
     number = parse(other)[:2]
     if component == "mcore":
         return BRIDGE_PINS.get(number), f"pinned by Bridge {other}"
-    released = [bridge for bridge, pin in BRIDGE_PINS.items() if parse(pin)[:2] <= number]
-    bridge = max(released, default=min(BRIDGE_PINS))
+    newest = max(BRIDGE_PINS)
+    if number > parse(BRIDGE_PINS[newest])[:2]:
+        bridge = (newest[0], newest[1] + 1)  # each Bridge minor has pinned the next megatron-core minor
+    else:
+        released = [bridge for bridge, pin in BRIDGE_PINS.items() if parse(pin)[:2] <= number]
+        bridge = max(released, default=min(BRIDGE_PINS))
     return ".".join(map(str, bridge)), f"goes with megatron-core {other}"
 
 
