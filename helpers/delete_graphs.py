@@ -110,9 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="delete_graphs.py",
         usage="delete_graphs.py [--limit SECONDS] [--report FILE] [--] {train.py | -m module} [arguments ...]",
-        description="Run a training program so that its CUDA graphs are deleted on every way out.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--limit", type=_seconds, default=DEFAULT_LIMIT_S, metavar="SECONDS")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=DEFAULT_LIMIT_S,
+        metavar="SECONDS",
+        help=f"time from a fault to the end of the process, {DEFAULT_LIMIT_S:g} by default; an orderly end has four times "
+        "as long",
+    )
     parser.add_argument("--report", metavar="FILE", help="JSON; {rank} is replaced by RANK from the environment")
     options = parser.parse_args(own)
     as_module = program[:1] == ["-m"]

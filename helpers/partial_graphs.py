@@ -12,13 +12,17 @@ Usage, in a training script (needs torch 2.4 or newer; `helpers/` on the import 
             train_step(...)         # selected modules replay graphs where the guards hold
 
 Output: nothing; `stats()`, `fallback_reasons()` and `log_stats()` tell what was captured, replayed and run eagerly.
-Exit codes: none, this is a library.
+Exit codes: this is a library; as a script it prints this text, imports nothing, and exits with 0.
 
 The public methods and their meaning are those of NeMo AutoModel's manager of the same name (0.7.0,
 nemo_automodel/components/cuda_graphs/partial.py).
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # before torch, which need not be here for the text
+    print(__doc__)
+    raise SystemExit(0)
 
 import contextlib
 import logging
