@@ -141,3 +141,25 @@ def test_generated_reference_pages_are_up_to_date(tmp_path):
 
     for fresh in references.write(tmp_path):
         assert fresh.read_text() == text(ROOT / "references" / fresh.name), fresh.name
+
+
+def test_flags_in_the_table_of_scripts_are_in_each_help():
+    table = text(SKILL).split("## Available Scripts")[1].split("## Examples")[0]
+    rows = re.findall(r"^\| `(helpers/[\w.]+)` \| (.*?) \| ", table, re.M)
+    assert len(rows) >= 6
+    for script, arguments in rows:
+        flags = set(re.findall(r"--[a-z][\w-]*", arguments))
+        if flags:
+            done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and all(flag in done.stdout for flag in flags), (script, flags)
+
+
+def test_plugin_manifest_names_this_version():
+    import json
+
+    from cudagraphs import __version__
+
+    manifest = json.loads(text(ROOT / ".claude-plugin" / "marketplace.json"))
+    (plugin,) = manifest["plugins"]
+    assert plugin["version"] == manifest["metadata"]["version"] == __version__
+    assert plugin["name"] == "nemo-cuda-graphs"
