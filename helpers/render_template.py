@@ -185,7 +185,7 @@ def from_recipe(arguments: argparse.Namespace, template: rendering.Template, set
         raise cli.UsageError(
             f"{arguments.recipe}: is for {run.framework}, and template {template.name} for {template.framework}"
         )
-    given_facts = {name: fact for name, fact in settings.facts.items() if name.startswith("env.")}
+    given_facts = {name: fact for name, fact in settings.facts.items() if name.startswith(("env.", "harness."))}
     return Settings(
         template.framework,
         settings.versions,

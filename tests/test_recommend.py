@@ -253,3 +253,12 @@ def test_automodel_says_when_the_attention_backend_changes(attn, said):
     lines = [line for line in advice.reasons if line.startswith("backend.attn")]
     assert len(lines) == bool(said) and all(said in line for line in lines)
     assert "te_dpa: the attention core alone; the linear and norm backends stay as they are" in advice.reasons
+
+
+def test_the_old_name_is_out_of_the_way_only_where_it_could_stand():
+    """A launch script names no cuda_graph_scope that would have to be put out of the way."""
+    way = "cuda_graph_scope is kept out of the way"
+    unread = recommend.recommend(run(complete=False))
+    assert unread.overrides["cuda_graph_scope"] is None and any(way in line for line in unread.reasons)
+    for launched in (run(framework="megatron-lm"), run({"harness.gpu": "h100"}, complete=False)):
+        assert not any(way in line for line in recommend.recommend(launched).reasons)

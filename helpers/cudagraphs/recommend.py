@@ -94,7 +94,7 @@ def recommend(
     for kind, modules in task.candidates(preset, impl, scopes):
         overrides, blocking, notes = task.complete(kind, modules)
         if not blocking:
-            reasons += task.explain(kind, modules, preset, objections)
+            reasons += task.explain(kind, modules, overrides, objections)
             return _split(
                 settings, Recommendation(kind, modules, overrides, {}, reasons + notes, task.next_steps(kind, modules))
             )
@@ -331,7 +331,9 @@ class _Task:
     # -- what to say
     # ----------------------------------------------------------------------------------------------------------------
 
-    def explain(self, kind: str, modules: tuple[str, ...], preset: str | None, objections: list[str]) -> list[str]:
+    def explain(
+        self, kind: str, modules: tuple[str, ...], overrides: Mapping[str, Any], objections: list[str]
+    ) -> list[str]:
         lines = [f"left out, {line}" for line in objections[:3]]
         if kind == "full_iteration":
             if self.needs_full_iteration():
@@ -352,8 +354,14 @@ class _Task:
                          "is stable, because images change the lengths of the batch")  # fmt: skip
         if self.family.gdn.value and "attn" in modules:
             lines.append("Gated DeltaNet layers are captured under attn")
-        if self.minor >= 18:
-            lines.append("the field is cuda_graph_modules in this version, and cuda_graph_scope is kept out of the way")
+        # the performance scripts keep the old name for their option, and on Megatron-LM's command line nothing stands there
+        harness = any(name.startswith("harness.") for name in self.settings.facts)
+        if self.minor >= 18 and not harness:
+            neutral = self.settings.framework != LM and overrides.get("cuda_graph_scope", ...) is None
+            lines.append(
+                "the field is cuda_graph_modules in this version"
+                + (", and cuda_graph_scope is kept out of the way" if neutral else "")
+            )
         return lines
 
     def next_steps(self, kind: str, modules: tuple[str, ...]) -> list[str]:

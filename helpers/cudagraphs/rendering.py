@@ -253,6 +253,8 @@ def base_settings(template: Template, values: Mapping[str, Any], versions: Versi
             known.update({name: Known(value, None, "given") for name, value in EXPERTS.items()})
         # base recipes often set the scopes' old name; the new settings have to stand on top of whatever is there
         known["cuda_graph_scope"] = Unknown("the base recipe may set it")
+        if "model_recipe" in values:
+            known["harness.model_recipe_name"] = Known(values["model_recipe"], None, "given")
     reason = "" if complete else "the base recipe is not read"
     return Settings(template.framework, versions, known, template.name, "", complete, reason)
 

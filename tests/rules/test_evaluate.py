@@ -26,6 +26,8 @@ def test_an_absent_fact_holds_its_default_only_where_all_was_seen():
     facts = {**TE, "cuda_graph_scope": None, "recompute_granularity": "selective", "cuda_graph_modules": ["attn"]}
     (finding,) = only("CG206", run(facts))
     assert not finding.needs, "attention_dropout is 0.1 by default"
+    (finding,) = only("CG206", run({**facts, "recompute_modules": ["core_attn", "mlp"]}))
+    assert "recomputed modules: [core_attn, mlp]" in finding.message and "default of" not in finding.message
     (finding,) = only("CG206", run({**facts, "moe_layer_recompute": False, "recompute_modules": None}, complete=False))
     assert finding.needs and finding.severity == "info"
 

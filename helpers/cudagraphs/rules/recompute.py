@@ -282,9 +282,8 @@ RULES = (
         when=lambda f, v: (
             f["graph.active"] and recomputed(f, "core_attn") and captured(f, "attn") and f["attention_dropout"] != 0.0
         ),
-        message="attention is captured, core_attn is recomputed (the default of recompute_modules), and "
-        "attention_dropout is "
-        "{attention_dropout}",
+        message="attention is captured, core_attn is recomputed (recomputed modules: {recompute.modules}; core_attn "
+        "where recompute_modules is not set), and attention_dropout is {attention_dropout}",
         mend="set attention_dropout to 0, or drop attn from the scopes, or recompute other modules; Transformer "
         "Engine's fused "
         "attention makes recomputing core_attn needless",
