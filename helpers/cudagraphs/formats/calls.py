@@ -90,6 +90,12 @@ STRING_METHODS = frozenset(
 )
 
 
+# Decorators that hand on what the function gives.
+HARMLESS_DECORATORS = frozenset(
+    ["wraps", "lru_cache", "cache", "staticmethod", "classmethod", "property", "overload", "override", "no_type_check", "final"]
+)
+
+
 class Calls:
     """Calls; mixed into `Interpreter`."""
 
@@ -143,6 +149,8 @@ class Calls:
                 return intrinsic(self, arguments, keywords, call)
             return self._call_function(function, arguments, keywords, call)
         if isinstance(function, ClassValue):
+            if any(isinstance(n, ast.FunctionDef) and n.name in ("__init__", "__new__", "__post_init__") for n in function.node.body):
+                self._escape(arguments, keywords, call)
             return self._construct(function.node.name, function, arguments, keywords, call)
         if isinstance(function, BoundMethod):
             return self._call_method(function, arguments, keywords, call)
@@ -156,6 +164,8 @@ class Calls:
         if intrinsic is not None:
             return intrinsic(self, arguments, keywords, call)
         top, _, rest = function.name.partition(".")
+        if (top == "builtins" or top in sys.stdlib_module_names) and function.name != "functools.partial":
+            self._callbacks(function.name, [*arguments, *keywords.values()], call)
         if top == "builtins":
             return self._call_builtin(rest, arguments, keywords, call)
         if function.name == "copy.deepcopy" or function.name == "copy.copy":
@@ -175,6 +185,30 @@ class Calls:
             reason = f"the source of `{function.name}` was not found"
             return self.new_object("", open_reason=reason)
         return UnknownValue(f"`{short(call.node)}` is only known when it runs")
+
+    def _callbacks(self, name: str, values: list[Any], call: Call) -> None:
+        """A function handed to Python's own library may be called there, and may change whatever it can reach."""
+        for value in values:
+            node = value.node if isinstance(value, FunctionValue) else None
+            quiet = isinstance(node, ast.Lambda) and not any(isinstance(n, ast.Call) for n in ast.walk(node.body))
+            if (node is not None and not quiet) or isinstance(value, Partial):
+                self.forget_all(f"`{short(call.node)}` may call a function that changes it")
+                return
+
+    def _unfollowed_decorator(self, function: FunctionValue) -> str:
+        """A decorator that may change what the function gives; "" where each is known to hand the function on."""
+        for decorator in getattr(function.node, "decorator_list", []):
+            target = decorator.func if isinstance(decorator, ast.Call) else decorator
+            name = ast.unparse(target)
+            if name.rpartition(".")[2] in HARMLESS_DECORATORS:
+                continue
+            value = self.evaluate(target, Frame(-1, function.module, function.module.tree, {}, function.closure))
+            if isinstance(value, External) and value.name.partition(".")[0] in NOT_FOLLOWED:
+                continue
+            if isinstance(value, FunctionValue) and _returns_its_argument(value.node):
+                continue
+            return name
+        return ""
 
     def _construct(self, name: str, cls: Any, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Object:
         obj = self.new_object(name, class_value=cls, open_reason=call.unknown_keywords)
@@ -245,13 +279,20 @@ class Calls:
         if isinstance(function.node, ast.Lambda):
             return self.evaluate(function.node.body, frame)
         if _is_generator(function.node):
-            self._escape(arguments, keywords, call)
+            self.forget_all(f"the generator `{function.node.name}` may change it")
             return UnknownValue("generators are not followed")
         self.frames.append(frame)
         try:
             _, value = self._finish(frame, *self.block(function.node.body, frame))
         finally:
             self.frames.pop()
+        decorator = self._unfollowed_decorator(function)
+        if decorator:
+            reason = f"the decorator `{decorator}` of `{function.node.name}` may change it"
+            for reached in [value, *bound.values()]:
+                self.forget(reached, reason)
+            if not isinstance(value, (Object, ListValue, ChoiceValue)):
+                return UnknownValue(reason)
         return value
 
     def _call_method(self, method: BoundMethod, arguments: list[Any], keywords: dict[str, Any], call: Call) -> Any:
@@ -328,7 +369,13 @@ class Calls:
             return self._getattr(name, arguments)
         if name == "isinstance" and len(arguments) == 2:
             return self._isinstance(*arguments)
-        if name in ("print", "id", "type", "super", "callable", "vars", "dir", "iter", "next", "open", "input"):
+        if name in ("exec", "eval", "globals", "locals", "__import__"):
+            self.forget_all(f"`{name}()` may change it")
+            return UnknownValue(f"`{name}()` is not followed")
+        if name == "vars" or "." in name:  # vars(x), object.__setattr__(x, ...), list.append(x, ...)
+            self._escape(arguments, keywords, call)
+            return UnknownValue(f"`{name}()` is not followed")
+        if name in ("print", "id", "type", "super", "callable", "dir", "iter", "next", "open", "input"):
             return UnknownValue(f"`{name}()` is not followed")
         if name == "dict":
             mapping = self.new_object("dict", kind="mapping", open_reason=call.unknown_keywords)
@@ -423,3 +470,12 @@ class Calls:
 @functools.lru_cache(maxsize=4096)
 def _is_generator(node: ast.AST) -> bool:
     return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
+
+
+@functools.lru_cache(maxsize=4096)
+def _returns_its_argument(node: ast.AST) -> bool:
+    """Whether a decorator gives back the function that it got, as one that only registers it does."""
+    if not isinstance(node, ast.FunctionDef) or not node.args.args:
+        return False
+    returns = [inner for inner in ast.walk(node) if isinstance(inner, ast.Return)]
+    return bool(returns) and all(isinstance(r.value, ast.Name) and r.value.id == node.args.args[0].arg for r in returns)

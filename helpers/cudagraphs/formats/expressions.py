@@ -166,6 +166,10 @@ class Expressions:
         if isinstance(owner, UnknownValue):
             return UnknownValue(owner.reason)
         if isinstance(owner, Object):
+            if owner.kind == "instance" and name.startswith("__"):
+                # __dict__, __setattr__ and the like reach the attributes behind the reader's back
+                self.forget(owner, f"`.{name}` on it is not followed")
+                return UnknownValue(f"`.{name}` is not followed")
             if owner.kind == "instance":
                 if name in owner.slots:
                     return owner.slots[name].value

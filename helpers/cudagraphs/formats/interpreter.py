@@ -18,7 +18,7 @@ from cudagraphs.formats.expressions import Expressions
 from cudagraphs.formats.modules import Modules
 from cudagraphs.formats.state import Budget, Classes, Consumed, Entry, Frame, Heap
 from cudagraphs.formats.statements import Statements
-from cudagraphs.formats.values import MISSING, ChoiceValue, ListValue, Module, Object, Slot, UnknownValue, choose
+from cudagraphs.formats.values import FunctionValue, MISSING, ChoiceValue, ListValue, Module, Object, Slot, UnknownValue, choose
 from cudagraphs.settings import Branch, Source
 
 
@@ -69,7 +69,11 @@ class Interpreter(Statements, Expressions, Calls):
             )
         if parameters.kwarg:
             frame.locals[parameters.kwarg.arg] = UnknownValue(f"it comes from the arguments `**{parameters.kwarg.arg}`")
-        return self._guarded(frame, node.body)
+        entry = self._guarded(frame, node.body)
+        decorator = self._unfollowed_decorator(FunctionValue(node, module))
+        if decorator:
+            self.forget(entry.value, f"the decorator `{decorator}` may change it")
+        return entry
 
     def run_script(self, module: Module) -> Entry:
         """Interpret a file's own statements, as `python file.py` would, up to the call that takes the configuration to

@@ -268,13 +268,20 @@ class PythonRecipe:
             missed = {
                 key for key, value in overrides.items() if key not in skipped and not holds(facts.get(key), value)
             }
-            if not missed:
+            besides = changed_besides(self.run(name).settings.facts, facts, overrides)
+            if not missed and not besides:
                 return recipe, skipped
-            # something later in the function, or a helper that it calls, changes these again: set them last
-            at_end |= missed & touched
+            if not missed and at_end >= touched:
+                raise RecipeError(
+                    f"{self.path}: {name}: the edit would change {', '.join(besides)} as well, which reads what is edited; "
+                    "set it by hand"
+                )
+            # something later in the function, or a helper that it calls, changes these again, or other settings follow
+            # what stands there: set them last
+            at_end |= (missed & touched) or touched
             touched |= missed
         raise RecipeError(
-            f"{self.path}: {name}: cannot make {', '.join(sorted(missed))} take effect; "
+            f"{self.path}: {name}: cannot make {', '.join(sorted(missed) or besides)} take effect; "
             "set it by hand after the last change to it"
         )
 
@@ -297,6 +304,22 @@ class PythonRecipe:
         if not splices:
             return self, writer.skipped
         return self._spliced(splices), writer.skipped
+
+
+# What follows the graph settings by upstream's own rules, and what only reading derives.
+FOLLOWING = ("cuda_graph", "enable_cuda_graph", "external_cuda_graph", "inference_cuda_graph", "use_te_rng", "model.use_te_rng", "history.")
+
+
+def changed_besides(before: Mapping[str, Fact], after: Mapping[str, Fact], overrides: Mapping[str, Any]) -> list[str]:
+    """Facts that were known and are other now, although nobody asked for it."""
+    changed = []
+    for name, old in before.items():
+        if name in overrides or name.startswith(FOLLOWING) or name == "rng.te_rng_tracker" or not isinstance(old, Known):
+            continue
+        new = after.get(name)
+        if not isinstance(new, Known) or new.value != old.value or type(new.value) is not type(old.value):
+            changed.append(name)
+    return changed
 
 
 def looks_like_recipe(node: ast.FunctionDef) -> bool:
@@ -561,6 +584,22 @@ class _Writer:
             # a new mapping: the old one may be shared with other recipes
             appended.append(("env_vars", f"{{**{{root}}.env_vars, {literal(name)}: {literal(plain)}}}"))
 
+    def _behind_brackets(self, at: int, end: int) -> int:
+        """The byte offset behind the closing brackets that belong to a value ending at `at`: `("text")` ends with one."""
+        inside, position = self.file.utf8, at
+        while position < end:
+            if inside[position : position + 1] in b" \t\r\n\f\\":
+                position += 1
+            elif inside[position : position + 1] == b"#":
+                line_end = inside.find(b"\n", position, end)
+                position = end if line_end < 0 else line_end
+            elif inside[position : position + 1] == b")":
+                position += 1
+                at = position
+            else:
+                break
+        return at
+
     def _into_mapping(self, new_keys: list) -> Splice:
         """New entries at the end of a dictionary display, one a line where the display has one entry a line."""
         node = new_keys[0][0]
@@ -569,7 +608,7 @@ class _Writer:
         entries = [f"{literal(name)}: {literal(value)}" for _, name, value in new_keys]
         if not node.values:
             return Splice(start, end, "{" + ", ".join(entries) + "}")
-        last_end = self.file.span(node.values[-1])[1]
+        last_end = self._behind_brackets(self.file.span(node.values[-1])[1], end - 1)
         tail = self.file.utf8[last_end:end].decode("utf-8")
         has_comma = any(
             line.split("#")[0].strip().startswith(",") for line in tail[:-1].splitlines() if line.split("#")[0].strip()
@@ -649,6 +688,22 @@ class _Writer:
         if consumer is not None:
             indent = self.file.indent(consumer.lineno)
             start = self.file.span(consumer)[0]
+            own_line = start == self.file.line_starts[consumer.lineno - 1] + len(indent.encode("utf-8"))
+            if not own_line or not isinstance(consumer, (ast.Expr, ast.Assign, ast.AnnAssign, ast.Return)):
+                raise RecipeError(
+                    f"{self.recipe.path}:{consumer.lineno}: the call that starts training shares its line with other code; "
+                    "put it on a line of its own"
+                )
+            calls = [
+                n for n in ast.walk(self.run.node) if isinstance(n, ast.Call) and called_name(n) in CONSUMERS
+                and any(isinstance(a, ast.Name) and a.id == root for a in [*n.args, *(k.value for k in n.keywords)])
+            ]  # fmt: skip
+            if len(calls) > 1:
+                lines = ", ".join(str(n.lineno) for n in calls)
+                raise RecipeError(
+                    f"{self.recipe.path}: training starts at several places (lines {lines}); start it at one, or name the "
+                    "function that builds the configuration with --function"
+                )
             return Splice(start, start, (newline + indent).join(self._lines(appended, root)) + newline + indent)
         end = len(self.file.utf8)
         lead = "" if self.file.utf8.endswith((b"\n", b"\r")) else newline

@@ -31,7 +31,7 @@ class Literal:
 class Variable:
     """`$NAME` or `${NAME...}`.
 
-    `operator` and `operand` are those of `${NAME:-operand}`; `each` is true for `[@]` and `[*]`.
+    `operator` and `operand` are those of `${NAME:-operand}`; `each` is true for `[@]` and `[*]`, `star` for `[*]` only.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Variable:
     each: bool = False
     operator: str = ""
     operand: tuple["Part", ...] = ()
+    star: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,33 @@ class AndOr:
 
 
 @dataclass
+class Not:
+    """`! command`."""
+
+    body: "Node"
+    start: int
+
+
+@dataclass
 class Loop:
+    """`for` and `select` over `items` (None where they are not a list of words), `while` and `until` with a `condition`.
+
+    `text` is what stands between the keyword and `do`.
+    """
+
+    kind: str
     variable: str
+    items: tuple[Word, ...] | None
+    condition: list["Node"]
     body: list["Node"]
+    text: str
+    start: int
 
 
 @dataclass
 class Case:
+    """`arms` hold the patterns as they are written, the body, and the offset."""
+
     subject: Word
     arms: list[tuple[list[str], list["Node"], int]]
     start: int
@@ -135,10 +156,13 @@ class Function:
 
 @dataclass
 class Group:
+    """`{ ... }`, or with `subshell` what runs in a process of its own: `( ... )` and each part of a pipeline."""
+
     body: list["Node"]
+    subshell: bool = False
 
 
-Node = Union[Command, If, AndOr, Loop, Case, Function, Group]
+Node = Union[Command, If, AndOr, Not, Loop, Case, Function, Group]
 
 
 def parse(text: str, start: int = 0, end: int | None = None) -> list[Node]:
@@ -285,10 +309,13 @@ class _Parser:
     def pipeline(self) -> Node | None:
         self.blanks()
         if self.reserved() == "!":
+            start = self.at
             self.at += 1
-            self.blanks()
+            body = self.pipeline()
+            return Not(body, start) if body is not None else None
         first = self.command()
         parts = [first] if first is not None else []
+        self.blanks()
         while self.operator() in ("|", "|&"):
             self.at += len(self.operator())
             self.blanks()
@@ -298,9 +325,10 @@ class _Parser:
             following = self.command()
             if following is not None:
                 parts.append(following)
+            self.blanks()
         if not parts:
             return None
-        return parts[0] if len(parts) == 1 else Group(parts)
+        return parts[0] if len(parts) == 1 else Group([Group([part], subshell=True) for part in parts])
 
     def command(self) -> Node | None:
         word = self.reserved()
@@ -328,15 +356,17 @@ class _Parser:
             self.accept("}")
             return Group(body)
         if self.peek(2) == "((":
-            stop = self.text.find("))", self.at, self.end)
+            start, stop = self.at, self.text.find("))", self.at, self.end)
             self.at = self.end if stop < 0 else stop + 2
-            return None
+            expression = Opaque(self.text[start : self.at], True, start)
+            words = [Word((Literal("((", start),), start, start + 2), Word((expression,), start, self.at)]
+            return Command(words=words, start=start, end=self.at)
         if self.peek() == "(":
             self.at += 1
             body = self.sequence(frozenset({")"}))
             self.at += self.peek() == ")"
             self.redirections()
-            return Group(body)
+            return Group(body, subshell=True)
         match = re.compile(r"([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\)").match(self.text, self.at, self.end)
         if match:
             self.at = match.end()
@@ -352,6 +382,7 @@ class _Parser:
     def redirections(self) -> None:
         """Redirections behind a compound command."""
         command = Command()
+        self.blanks()
         while self.redirection(command):
             self.blanks()
 
@@ -361,7 +392,9 @@ class _Parser:
             self.newline()
             self.blanks()
         body = self.command()
-        return Function(name, body.body if isinstance(body, Group) else [body] if body is not None else [])
+        if isinstance(body, Group) and not body.subshell:
+            return Function(name, body.body)
+        return Function(name, [body] if body is not None else [])
 
     def if_command(self) -> If:
         branches: list[tuple[list[Node], str, int, list[Node]]] = []
@@ -385,13 +418,21 @@ class _Parser:
         return If(branches, otherwise)
 
     def loop(self, word: str) -> Loop:
+        start = self.at
         self.at += len(word)
         self.blanks()
-        variable = ""
-        if word in ("for", "select"):
+        begin, variable = self.at, ""
+        items: list[Word] | None = None
+        condition: list[Node] = []
+        if word in ("while", "until"):
+            condition = self.sequence(frozenset({"do"}))
+        else:
             match = NAME.match(self.text, self.at, self.end)
-            variable = match.group() if match else ""
-        # what is looped over does not matter: the body is followed once, with the variable unknown
+            if match:
+                variable, self.at = match.group(), match.end()
+                items = self.loop_items()
+        text = self.text[begin : self.at].strip().rstrip(";").strip()
+        # what stands before `do` besides: the three expressions of an arithmetic loop
         while self.at < self.end:
             self.separators(frozenset())
             if self.reserved() == "do" or self.at >= self.end:
@@ -403,7 +444,28 @@ class _Parser:
         self.at += 2 if self.reserved() == "do" else 0
         body = self.sequence(frozenset({"done"}))
         self.accept("done")
-        return Loop(variable, body)
+        return Loop(word, variable, None if items is None else tuple(items), condition, body, text, start)
+
+    def loop_items(self) -> list[Word]:
+        """The words behind `in`; without `in` a loop goes over the arguments."""
+        self.blanks()
+        while self.operator() == "\n":
+            self.newline()
+            self.blanks()
+        if not re.compile(r"in(?=[\s;]|$)").match(self.text, self.at, self.end):
+            return [Word((Variable("@", True, self.at, self.at, each=True),), self.at, self.at)]
+        self.at += 2
+        items: list[Word] = []
+        while self.at < self.end:
+            self.blanks()
+            if self.at >= self.end or self.operator():
+                break
+            word = self.word()
+            if word is None:
+                self.at += 1
+            else:
+                items.append(word)
+        return items
 
     def case_command(self) -> Case:
         start = self.at
@@ -423,7 +485,7 @@ class _Parser:
             if stop < 0:
                 self.at = self.end
                 break
-            patterns = [p.strip().strip("\"'") for p in self.text[self.at : stop].lstrip("( ").split("|")]
+            patterns = [pattern.strip() for pattern in self.text[self.at : stop].lstrip("( ").split("|")]
             self.at = stop + 1
             body = self.sequence(frozenset({";;", ";&", ";;&", "esac"}))
             arms.append((patterns, body, begin))
@@ -438,7 +500,12 @@ class _Parser:
             self.blanks()
             if self.at >= self.end or self.operator() or (in_loop_head and self.reserved() == "do"):
                 break
+            before = self.at
             if self.redirection(command):
+                if command.words and self.text.startswith("[[", command.words[0].start):
+                    # `[[ a < b ]]` compares
+                    comparison = Opaque(self.text[before : self.at], True, before)
+                    command.words.append(Word((comparison,), before, self.at))
                 continue
             assignment = self.assignment() if self.may_assign(command) else None
             if assignment is not None:
@@ -599,7 +666,8 @@ class _Parser:
         )
         if match:
             self.at = match.end()
-            return Variable(match.group(), quoted, start, self.at, each=match.group() in "@*")
+            name = match.group()
+            return Variable(name, quoted, start, self.at, each=name in "@*", star=name == "*")
         if following in ("'", '"') and not quoted:
             self.at += 1
             return Literal("", self.at)
@@ -613,17 +681,18 @@ class _Parser:
             self.at = self._closing(self.at + 1)
             return Opaque(self.text[start : self.at], quoted, start)
         name, each = match.group(1), bool(match.group(2)) or match.group(1) in ("@", "*")
+        star = match.group(2) == "[*]" or name == "*"
         self.at = match.end()
         if self.peek() == "}":
             self.at += 1
-            return Variable(name, quoted, start, self.at, each)
+            return Variable(name, quoted, start, self.at, each, star=star)
         operator = re.compile(r":?[-=+?]").match(self.text, self.at, self.end)
         if operator is None:
             self.at = self._closing(start + 1)
             return Opaque(self.text[start : self.at], quoted, start)
         self.at = operator.end()
         operand = self.operand(quoted)
-        return Variable(name, quoted, start, self.at, each, operator.group()[-1], tuple(operand))
+        return Variable(name, quoted, start, self.at, each, operator.group()[-1], tuple(operand), star)
 
     def operand(self, quoted: bool) -> list[Part]:
         """Parts of a default value up to the closing brace, which is stepped over."""

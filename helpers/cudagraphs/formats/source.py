@@ -91,6 +91,8 @@ def read_bytes(path: Path) -> bytes:
         size = path.stat().st_size
         if path.is_dir():
             raise SourceError(f"{path}: is a directory; name one recipe file")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SourceError(f"{path}: is not a regular file")
         if size > MAX_BYTES:
             raise SourceError(
                 f"{path}: {size:,} bytes is too large for a recipe (the limit is {MAX_BYTES:,}); split the file"
@@ -110,6 +112,7 @@ def load(path: Path) -> TextFile:
     try:
         encoding = "utf-8" if bom else tokenize.detect_encoding(io.BytesIO(body).readline)[0]
         text = body.decode("utf-8" if encoding == "utf-8-sig" else encoding)
+        whole = text.encode("utf-8" if encoding == "utf-8-sig" else encoding) == body
     except SyntaxError as error:
         raise SourceError(
             f"{path}: unreadable text ({error.msg}); save it as UTF-8 or name its encoding in line 1"
@@ -118,6 +121,10 @@ def load(path: Path) -> TextFile:
         raise SourceError(
             f"{path}: not {error.encoding} at byte {error.start}; save it as UTF-8 or name its encoding in line 1"
         ) from None
+    except (LookupError, UnicodeError, ValueError) as error:
+        raise SourceError(f"{path}: its encoding is none for text ({error}); save it as UTF-8") from None
+    if not whole:
+        raise SourceError(f"{path}: its encoding {encoding} does not give the same bytes back; save it as UTF-8")
     return TextFile(path, raw, encoding, bom, text)
 
 

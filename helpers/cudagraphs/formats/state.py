@@ -39,6 +39,8 @@ class Frame:
     nesting: int = 0
     # a `break` or `continue` stands on one side of a branch that is not decided
     leaves_unsure: bool = False
+    # names declared global (None) or nonlocal (the frame that holds them)
+    shared: dict[str, Frame | None] = field(default_factory=dict)
     statement: ast.stmt | None = None
     path: list[tuple[Branch, bool]] = field(default_factory=list)
     pending: list[tuple[list[tuple[Branch, bool]], Heap, Any]] = field(default_factory=list)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from cudagraphs.formats.state import (
     Budget,
     Frame,
     Heap,
+    called_name,
+    short,
 )
 from cudagraphs.formats.values import (
     MISSING,
@@ -25,6 +28,7 @@ from cudagraphs.formats.values import (
     ClassValue,
     FunctionValue,
     ListValue,
+    ModuleValue,
     Object,
     Site,
     Slot,
@@ -99,6 +103,18 @@ class Statements:
                 key = target.attr if isinstance(target, ast.Attribute) else self.evaluate(target.slice, frame)
                 if isinstance(owner, Object) and isinstance(key, (str, int)):
                     owner.slots.pop(key, None)
+                elif isinstance(owner, (Object, ListValue)):
+                    self.forget(owner, "an element is deleted from it")
+
+    def _do_Global(self, node: ast.Global, frame: Frame) -> None:
+        frame.shared.update({name: None for name in node.names})
+
+    def _do_Nonlocal(self, node: ast.Nonlocal, frame: Frame) -> None:
+        for name in node.names:
+            scope = frame.closure
+            while scope is not None and name not in scope.locals:
+                scope = scope.closure
+            frame.shared[name] = scope
 
     def _do_FunctionDef(self, node: ast.FunctionDef, frame: Frame) -> None:
         frame.locals[node.name] = FunctionValue(node, frame.module, frame)
@@ -260,23 +276,66 @@ class Statements:
                     frame.locals[name] = UnknownValue(reason)
 
     def _do_With(self, node: ast.With, frame: Frame) -> tuple[str, Any]:
+        unknown_exit = suppresses = False
         for item in node.items:
             value = self.evaluate(item.context_expr, frame)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value, frame, node, None)
-        return self._nested(node.body, frame)
+            expression = item.context_expr
+            suppresses |= isinstance(expression, ast.Call) and called_name(expression) == "suppress"
+            unknown_exit |= isinstance(value, Object) and isinstance(value.class_value, ClassValue)
+        if suppresses:
+            raises = UnknownValue("whether it raises is only known when it runs", True)
+            test = ast.copy_location(ast.Name("nothing is raised in the with block"), node)
+            return self.branch(raises, test, frame, lambda: self._nested(node.body, frame), lambda: (NORMAL, None))
+        result = self._nested(node.body, frame)
+        if unknown_exit:
+            self.forget_all(f"the context manager at {frame.module.label}:{node.lineno} may change it")
+        return result
 
     def _do_Try(self, node: ast.Try, frame: Frame) -> tuple[str, Any]:
-        status, value = self._nested(node.body, frame)
-        if status == RAISE and node.handlers:
-            status, value = self._nested(node.handlers[0].body, frame)
-        elif status == NORMAL:
-            status, value = self._nested(node.orelse, frame)
+        """The body, or, where it may raise, also the side on which it did not run and a handler did."""
+
+        def body() -> tuple[str, Any]:
+            status, value = self._nested(node.body, frame)
+            if status == RAISE and node.handlers:
+                return handlers(0)
+            return self._nested(node.orelse, frame) if status == NORMAL else (status, value)
+
+        def handlers(index: int) -> tuple[str, Any]:
+            handler = node.handlers[index]
+            if index + 1 == len(node.handlers):
+                return self._nested(handler.body, frame)
+            which = UnknownValue("which exception is raised is only known when it runs")
+            name = ast.copy_location(ast.Name(f"the exception is {short(handler.type)}"), handler)
+            return self.branch(which, name, frame, lambda: self._nested(handler.body, frame), lambda: handlers(index + 1))
+
+        if node.handlers and not self._cannot_raise(node.body):
+            raises = UnknownValue("whether it raises is only known when it runs", True)
+            test = ast.copy_location(ast.Name("nothing is raised in the try block"), node)
+            status, value = self.branch(raises, test, frame, body, lambda: handlers(0))
+        else:
+            status, value = body()
         if node.finalbody:
             ended, final = self._nested(node.finalbody, frame)
             if ended != NORMAL:
                 return ended, final
         return status, value
+
+    def _cannot_raise(self, body: list[ast.stmt]) -> bool:
+        """Whether a try block is only imports of modules that are there, and assignments of plain literals."""
+        names = []
+        for statement in body:
+            if isinstance(statement, ast.Import):
+                names += [alias.name for alias in statement.names]
+            elif isinstance(statement, ast.ImportFrom) and not statement.level:
+                names.append(statement.module or "")
+            elif not isinstance(statement, ast.Pass) and not (
+                isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Constant, ast.List, ast.Tuple))
+                and not any(isinstance(inner, (ast.Call, ast.Subscript, ast.BinOp)) for inner in ast.walk(statement))
+            ):  # fmt: skip
+                return False
+        return all(name.partition(".")[0] in sys.stdlib_module_names or self.modules.find(name) is not None for name in names)
 
     _do_TryStar = _do_Try
 
@@ -306,7 +365,13 @@ class Statements:
     # -- assignment ----------------------------------------------------------------------------------------------------
 
     def assign(self, target: ast.expr, value: Any, frame: Frame, node: ast.AST, value_node: ast.expr | None) -> None:
-        if isinstance(target, ast.Name):
+        if isinstance(target, ast.Name) and target.id in frame.shared:
+            scope = frame.shared[target.id]
+            if scope is None:
+                self.globals[(frame.module.name, target.id)] = value
+            else:
+                scope.locals[target.id] = value
+        elif isinstance(target, ast.Name):
             frame.locals[target.id] = value
             if frame.node is frame.module.tree:
                 self.globals[(frame.module.name, target.id)] = value
@@ -359,6 +424,8 @@ class Statements:
         if isinstance(owner, Object):
             old = owner.slots.get(name)
             owner.slots[name] = Slot(value, site, () if old is None else (*old.earlier, old))
+        elif isinstance(owner, ModuleValue):
+            self.globals[(owner.module.name, name)] = value
         elif isinstance(owner, ChoiceValue):
             for side, leaf in ((True, owner.if_true), (False, owner.if_false)):
                 old = self.attribute(leaf, name) if isinstance(leaf, Object) else None
@@ -376,6 +443,11 @@ class Statements:
                 owner.items[key] = value
             else:
                 owner.items = [UnknownValue("the list is changed at a place that is not known")] * len(owner.items)
+
+    def forget_all(self, reason: str) -> None:
+        """Anything may have changed: what is called can reach every object through closures and globals."""
+        for value in [*self.objects, *self.lists]:
+            self.forget(value, reason)
 
     def forget(self, value: Any, reason: str, seen: set[int] | None = None) -> None:
         """Everything reachable from `value` may have changed: its slots become unknown for that reason."""
