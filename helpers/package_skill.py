@@ -56,6 +56,8 @@ SUMS = "SHA256SUMS"
 CLIENTS = {"agents": ".agents/skills", "claude": ".claude/skills"}
 # No archive of this pack comes near this; a bomb would.
 MAX_UNPACKED = 200 * 2**20
+# File systems take names of 255 bytes and paths of 4096; what the path is unpacked into needs room too.
+MAX_NAME, MAX_PATH = 255, 1024
 
 
 class Refused(Exception):
@@ -215,7 +217,8 @@ def members(data: bytes) -> dict[str, bytes]:
     """The files of an archive by path below its top folder.
 
     Raises Refused for anything but plain files under the one top folder: links, devices, absolute paths, `..`, other folders,
-    a path twice, or more than MAX_UNPACKED bytes.
+    a path twice, a path that is a file and a folder, names that no file system takes, an archive without SKILL.md, or more than
+    MAX_UNPACKED bytes.
     """
     files: dict[str, bytes] = {}
     total = 0
@@ -225,8 +228,11 @@ def members(data: bytes) -> dict[str, bytes]:
                 path = PurePosixPath(entry.name)
                 if not entry.isfile():
                     raise Refused(f"the archive holds {entry.name!r}, which is not a plain file")
-                if path.is_absolute() or ".." in path.parts or "\\" in entry.name or path.parts[0] != NAME or len(path.parts) < 2:
+                if path.is_absolute() or ".." in path.parts or "\\" in entry.name or path.parts[:1] != (NAME,) or len(path.parts) < 2:
                     raise Refused(f"the archive holds {entry.name!r}, which is not below {NAME}/")
+                too_long = any(len(part.encode("utf-8", "replace")) > MAX_NAME for part in path.parts)
+                if too_long or len(entry.name) > MAX_PATH or "\0" in entry.name:
+                    raise Refused(f"the archive holds a name that cannot be unpacked: {entry.name[:40]!r}...")
                 inside = str(PurePosixPath(*path.parts[1:]))
                 if inside in files:
                     raise Refused(f"the archive holds {entry.name!r} twice")
@@ -237,6 +243,12 @@ def members(data: bytes) -> dict[str, bytes]:
                 files[inside] = stream.read() if stream is not None else b""
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
         raise Refused(f"not a whole tar.gz archive ({error})") from None
+    for inside in files:
+        for folder in PurePosixPath(inside).parents:
+            if str(folder) in files:
+                raise Refused(f"the archive holds {str(folder)!r} as a file and as a folder")
+    if files and "SKILL.md" not in files:
+        raise Refused("the archive has no SKILL.md, so it is no skill")
     return files
 
 

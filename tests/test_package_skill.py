@@ -99,6 +99,28 @@ def test_twice_the_same_path_is_refused(tmp_path):
         package_skill.unpack(tar_gz([entry, entry]), tmp_path)
 
 
+SKILL = ({"name": "nemo-cuda-graphs/SKILL.md"}, b"a")
+UNUSABLE = {
+    "a dot": [({"name": "."}, b""), SKILL],
+    "a file that is a folder too": [SKILL, ({"name": "nemo-cuda-graphs/a"}, b""), ({"name": "nemo-cuda-graphs/a/b"}, b"")],
+    "a name too long": [SKILL, ({"name": f"nemo-cuda-graphs/{'x' * 256}"}, b"")],
+    "a path too long": [SKILL, ({"name": "nemo-cuda-graphs/" + "x/" * 600 + "y"}, b"")],
+    "no SKILL.md": [({"name": "nemo-cuda-graphs/LICENSE"}, b"")],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("how", ["--verify", "--unpack"])
+@pytest.mark.parametrize("entries", UNUSABLE.values(), ids=UNUSABLE)
+def test_what_cannot_be_unpacked_is_refused_with_one_line(how, entries, tmp_path, capsys):
+    sums = {fields["name"].partition("/")[2]: data for fields, data in entries}
+    listed = package_skill.with_sums(sums)[package_skill.SUMS]
+    path, into = tmp_path / "a.tar.gz", tmp_path / "into"
+    path.write_bytes(tar_gz([*entries, ({"name": "nemo-cuda-graphs/SHA256SUMS"}, listed)]))
+    assert package_skill.main([how, str(path), *(["--into", str(into)] if how == "--unpack" else [])]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not into.exists()
+
+
 @pytest.mark.parametrize("change", ["changed", "missing", "added"])
 def test_tampering_is_noticed(change, files, tmp_path):
     tampered = dict(files)
