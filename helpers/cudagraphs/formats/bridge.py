@@ -523,6 +523,8 @@ def _model_facts(interpreter: Interpreter, model: Any, classes: BridgeClasses) -
             facts[name] = Unknown(classes.why_unknown(model, name))
         elif found is not None and isinstance(found[0], UnknownValue):
             facts[name] = Unknown(found[0].reason)
+        elif found is not None and isinstance(found[0], ChoiceValue):
+            facts[name] = _fact(Slot(found[0]))
         elif found is not None and not isinstance(found[0], Object):
             facts[name] = Known(_plain(found[0]), None, "default")
     return facts

@@ -316,6 +316,8 @@ def changed_besides(before: Mapping[str, Fact], after: Mapping[str, Fact], overr
     for name, old in before.items():
         if name in overrides or name.startswith(FOLLOWING) or name == "rng.te_rng_tracker" or not isinstance(old, Known):
             continue
+        if not isinstance(old.value, (bool, int, float, str, list, dict, type(None))):
+            continue  # functions and the like: two readings never give the same one
         new = after.get(name)
         if not isinstance(new, Known) or new.value != old.value or type(new.value) is not type(old.value):
             changed.append(name)

@@ -40,6 +40,10 @@ from cudagraphs.formats.values import (
 from cudagraphs.settings import Branch, Source
 
 
+# What every training container has, although it may be missing where the recipe is read.
+IN_TRAINING = frozenset(["torch", "transformer_engine", "numpy"])
+
+
 class Statements:
     """Statements and assignments; mixed into `Interpreter`. A statement gives a status and, for a return, the value."""
 
@@ -331,11 +335,13 @@ class Statements:
             elif isinstance(statement, ast.ImportFrom) and not statement.level:
                 names.append(statement.module or "")
             elif not isinstance(statement, ast.Pass) and not (
-                isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Constant, ast.List, ast.Tuple))
+                isinstance(statement, (ast.Assign, ast.Return)) and isinstance(statement.value, (ast.Constant, ast.List, ast.Tuple))
                 and not any(isinstance(inner, (ast.Call, ast.Subscript, ast.BinOp)) for inner in ast.walk(statement))
             ):  # fmt: skip
                 return False
-        return all(name.partition(".")[0] in sys.stdlib_module_names or self.modules.find(name) is not None for name in names)
+        tops = [name.partition(".")[0] for name in names]
+        return all(top in sys.stdlib_module_names or top in IN_TRAINING or self.modules.find(name) is not None
+                   for top, name in zip(tops, names))  # fmt: skip
 
     _do_TryStar = _do_Try
 
