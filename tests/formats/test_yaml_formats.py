@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import validate_constraints
 import yaml
 from cudagraphs import rules, versions
 from cudagraphs.formats import open_recipe
@@ -31,6 +32,30 @@ def file_of(folder: Path, text: str, name: str = "model_config.yaml") -> Path:
 
 def known(recipe, name: str) -> dict:
     return {fact: value.value for fact, value in recipe.run(name).settings.facts.items() if isinstance(value, Known)}
+
+
+# -- aliases ---------------------------------------------------------------------------------------
+
+
+def test_aliases_of_aliases_are_refused_at_once(tmp_path):
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 13)]
+    path = file_of(tmp_path, "\n".join(["a0: &a0 [1]", *levels]) + "\n")
+    with pytest.raises(SourceError, match=r"model_config\.yaml:\d+: aliases make more than 100,000 values"):
+        YamlFile(path)
+
+
+@pytest.mark.parametrize("text", ["a: &a\n  b: *a\n", "a: &a [1, *a]\n", "a: &a {b: &b {c: *a}}\n", "&a x: &b [*b]\n"])
+def test_alias_inside_of_itself_is_refused(tmp_path, capsys, text):
+    path = file_of(tmp_path, text)
+    with pytest.raises(SourceError, match=r"model_config\.yaml:1: an alias stands inside of what it names"):
+        YamlFile(path)
+    assert validate_constraints.main([str(path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_plain_aliases_are_read(tmp_path):
+    path = file_of(tmp_path, "a: &a {x: 1}\nb: *a\nc:\n  <<: *a\n  y: [*a, *a]\n")
+    assert YamlFile(path).data["c"] == {"x": 1, "y": [{"x": 1}, {"x": 1}]}
 
 
 # -- splicing --------------------------------------------------------------------------------------

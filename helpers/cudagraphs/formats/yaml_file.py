@@ -19,6 +19,8 @@ from cudagraphs.formats.source import SourceError, Splice, TextFile, load
 from cudagraphs.settings import Source
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# A recipe that is written out has some hundreds of values; aliases of aliases reach billions in a few lines.
+MAX_NODES = 100_000
 
 
 class YamlFile:
@@ -33,8 +35,12 @@ class YamlFile:
         try:
             # libyaml's marks differ in places from those of the pure Python loader, whose data it gives ten times as
             # fast
+            self.root = yaml.compose(self.text, Loader=yaml.SafeLoader)
+            if "*" in self.text:
+                self._count(self.root)
             self.data = yaml.load(self.text, Loader=LOADER)
-            self.root = None if self.data is None else yaml.compose(self.text, Loader=yaml.SafeLoader)
+            if self.data is None:
+                self.root = None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -43,6 +49,31 @@ class YamlFile:
             raise SourceError(
                 f"{path}: not valid YAML ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             ) from None
+
+    def _count(self, root: yaml.Node | None) -> None:
+        """Raises SourceError where aliases lead back into themselves, or stand for too much; each node is seen once."""
+        sizes: dict[int, int] = {}
+        within: set[int] = set()
+
+        def size(node: yaml.Node | None) -> int:
+            if not isinstance(node, yaml.CollectionNode):
+                return 1
+            if id(node) in within:
+                raise SourceError(f"{self.source(node)}: an alias stands inside of what it names; write the value out")
+            if id(node) not in sizes:
+                within.add(id(node))
+                children = [
+                    child for entry in node.value for child in (entry if isinstance(entry, tuple) else (entry,))
+                ]
+                sizes[id(node)] = 1 + sum(size(child) for child in children)
+                within.discard(id(node))
+            if sizes[id(node)] > MAX_NODES:
+                raise SourceError(
+                    f"{self.source(node)}: aliases make more than {MAX_NODES:,} values of this; write out what is needed"
+                )
+            return sizes[id(node)]
+
+        size(root)
 
     # -- reading -----------------------------------------------------------------------------------
 
