@@ -371,3 +371,11 @@ def test_from_a_recipe(capsys, tmp_path):
     assert "'model.cuda_graph_modules=[attn,moe_router,moe_preprocess]'" in text
     code, text = refused(capsys, "automodel-yaml", "--from", str(path))
     assert code == 2 and "is for megatron-lm" in text
+
+
+@pytest.mark.parametrize(
+    "name,given", [("megatron-lm-arguments", "array=PATH"), ("megatron-lm-arguments", "array=a.b"), ("bridge-recipe", "function=a.b")]
+)
+def test_names_are_plain_and_not_the_shells_own(name, given, capsys):
+    assert render_template.main([name, "--set", given]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -32,6 +32,8 @@ from cudagraphs.versions import Versions
 FOLDER = Path(__file__).resolve().parents[2] / "templates"
 PATTERNS = {
     "name": r"[A-Za-z0-9][A-Za-z0-9_.-]*",
+    # a name of its own in Python or in a shell, where some names steer the shell itself
+    "variable": r"(?!(?:PATH|IFS|HOME|ENV|BASH\w*|SHELLOPTS|LD_\w+|PYTHONPATH|PS[0-4])$)[A-Za-z_][A-Za-z0-9_]*",
     "dotted": r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*",
     "clock": r"(\d{1,3}-)?\d{1,3}(:\d{2}){1,2}",
 }
@@ -105,6 +107,7 @@ class Variable:
         return {
             "bool": "true | false",
             "name": "letters, digits and _ . -",
+            "variable": "one plain name that is not the shell's own",
             "dotted": "a dotted Python path",
             "clock": "[days-]hours:minutes:seconds",
             "text": "any printable characters",
