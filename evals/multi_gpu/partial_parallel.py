@@ -3,218 +3,266 @@
 """PartialCudaGraphManager under data and pipeline parallelism: are the gradients those of the eager run?
 
 Usage:
-    torchrun --nproc-per-node 2 evals/multi_gpu/partial_parallel.py --output FILE [--modes ddp fsdp2 pipeline]
+    python3 evals/multi_gpu/partial_parallel.py --output FILE [--variants ddp fsdp2-keep ...] [--revision REV]
+    python3 evals/multi_gpu/partial_parallel.py --output FILE --device cpu    # stand-in graphs of the tests, gloo
 
-Each mode trains one small model twice from the same seed, eagerly and with every block captured, on the same data: four steps of
-several microbatches, gradients compared after every step and parameters at the end, on every rank.
+Start it with plain python3, not with torchrun: it starts two processes for each variant itself, one a GPU, because a
+failed capture leaves its process unusable. The variants (parallel_modes.py) are DDP, FSDP2 and a two-stage pipeline.
+In each, one small model is trained twice from the same seed, eagerly and with every block captured, in turn and on the
+same data: five steps of four microbatches, of which the first is recorded. Losses, gradients and parameters are
+compared after every step on every rank.
 
-Output: one JSON object in FILE (written by rank 0) and on stdout: for each mode equal or not, the largest difference, and the
-manager's counters.
+Processes of all variants start together and get ready; then one variant after the other has its turn. One that takes
+longer than `--variant-limit` is ended, and so is a rank whose partner failed. FILE is written anew after every variant.
 
-Exit codes: 0 every mode is equal and replayed, 1 not so, 2 usage, 4 fewer than two GPUs.
+Output: one JSON object in FILE; on stderr a line a variant. For each variant and rank: bitwise equal or not, the
+largest difference, the manager's counters and slots, graph launches in one step as the profiler counts them, and the
+median step in milliseconds (information only). DDP also says whether gradients are the mean over the ranks. A rank that
+failed has `error`, the stage it was in, and the end of its log. On the CPU the launches and times are those of stand-in
+graphs.
+
+Exit codes: 0 every variant is equal and replayed on every rank, 1 not so, 2 usage, 4 fewer than two GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from partial_graphs import PartialCudaGraphManager  # noqa: E402
+from parallel_modes import BLOCKS, LEARNING_RATE, MICROBATCHES, ROWS, SEED, VARIANTS  # noqa: E402
+from parallel_worker import ROOT, STEPS, TIMED_STEPS, save, work  # noqa: E402
 
-HIDDEN, ROWS, BLOCKS, STEPS, MICROBATCHES, SEED = 256, 64, 4, 4, 4, 1234
-
-
-class Block(nn.Module):
-    """Normalisation and a two-layer MLP with a residual, (rows, HIDDEN) -> (rows, HIDDEN) float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+RANKS = 2
+GRACE_SECONDS = 3.0  # for a rank whose partner has ended
+START_SECONDS = 60.0  # for imports and the device
 
 
-def model(blocks: int, device: torch.device) -> nn.Sequential:
-    torch.manual_seed(SEED)
-    return nn.Sequential(*(Block() for _ in range(blocks))).to(device)
+@dataclass
+class Run:
+    """The processes of one variant."""
+
+    name: str
+    processes: list[Any]
+    ready: list[Any]
+    turn: Any
+    ended: str | None = None  # why processes were killed
 
 
-def data(rank: int, device: torch.device) -> list[list[torch.Tensor]]:
-    """STEPS x MICROBATCHES inputs of (ROWS, HIDDEN) float32, different on each rank."""
-    generator = torch.Generator().manual_seed(SEED + rank)
-    draw = lambda: torch.randn(ROWS, HIDDEN, generator=generator).to(device)  # noqa: E731
-    return [[draw() for _ in range(MICROBATCHES)] for _ in range(STEPS)]
+def start(names: Sequence[str], device_type: str, hidden: int, scratch: Path, limit: float) -> list[Run]:
+    """Start the processes of all variants; each waits for its turn."""
+    # CUDA does not survive a fork; on the CPU a fork saves every process the import of torch
+    context = multiprocessing.get_context("spawn" if device_type == "cuda" else "fork")
+    runs = []
+    for name in names:
+        turn, ready = context.Event(), [context.Event() for _ in range(RANKS)]
+        processes = [context.Process(target=work, daemon=True, args=(
+            name, rank, RANKS, device_type, hidden, str(scratch), ready[rank], turn, limit)) for rank in range(RANKS)]
+        runs.append(Run(name, processes, ready, turn))
+        for process in processes:
+            process.start()
+    return runs
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def give_turn(run: Run, limit: float, deadline: float) -> None:
+    """Let one variant run to its end, at most `limit` seconds and never past `deadline` (of time.monotonic)."""
+    until = min(time.monotonic() + START_SECONDS, deadline)
+    for event, process in zip(run.ready, run.processes):
+        while not event.wait(0.1) and process.is_alive():
+            if time.monotonic() > until:
+                return stop(run, "a rank was not ready in time")
+    run.turn.set()
+    until = min(time.monotonic() + limit, deadline)
+    while any(process.is_alive() for process in run.processes):
+        if any(process.exitcode for process in run.processes):
+            until = min(until, time.monotonic() + GRACE_SECONDS)
+            join(run, until)
+            return stop(run, "the other rank failed")
+        if time.monotonic() > until:
+            return stop(run, "the time limit was reached")
+        time.sleep(0.05)
+    return None
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor]:
-    return [full(p.grad).detach().clone() for p in module.parameters()]
+def join(run: Run, until: float) -> None:
+    for process in run.processes:
+        process.join(max(0.0, until - time.monotonic()))
 
 
-def train(build: Callable[[], tuple[nn.Module, nn.Module, Callable]], graphs: bool, select: str) -> tuple[list, list, dict]:
-    """Gradients after each step, parameters at the end, and the manager's counters (empty without graphs)."""
-    wrapped, bare, step = build()
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-    manager = PartialCudaGraphManager.from_modules(bare, select=select) if graphs else None
-    history = []
-    counters: dict = {}
-    try:
-        for index in range(STEPS):
-            optimizer.zero_grad(set_to_none=True)
-            step(index)
-            history.append(gradients(wrapped))
-            optimizer.step()
-            if manager is not None and index == 0:
-                # gradients of the recorded step are gone before capture, as after any optimizer step
-                optimizer.zero_grad(set_to_none=True)
-                manager.capture()
-        if manager is not None:
-            counters = {**manager.stats(), "fallback_reasons": manager.fallback_reasons()}
-    finally:
-        if manager is not None:
-            manager.close()
-    return history, [full(p).detach().clone() for p in wrapped.parameters()], counters
+def stop(run: Run, reason: str) -> None:
+    for process in run.processes:
+        if process.is_alive():
+            run.ended = reason
+            process.kill()
+    for process in run.processes:
+        process.join(5)
 
 
-def ddp(rank: int, device: torch.device) -> Callable:
-    from torch.nn.parallel import DistributedDataParallel
-
-    batches = data(rank, device)
-
-    def build():
-        bare = model(BLOCKS, device)
-        stream = torch.cuda.Stream()
-        # the gradient accumulators must not live on the default stream, or capture fails
-        with torch.cuda.stream(stream):
-            wrapped = DistributedDataParallel(bare, device_ids=[device.index])
-        torch.cuda.current_stream().wait_stream(stream)
-
-        def step(index: int) -> None:
-            for number, batch in enumerate(batches[index]):
-                last = number == MICROBATCHES - 1
-                with torch.enable_grad() if last else wrapped.no_sync():
-                    wrapped(batch).square().mean().backward()
-
-        return wrapped, bare, step
-
-    return build
+def collect(run: Run, scratch: Path) -> list[dict[str, Any]]:
+    """The row of every rank, with the end of its log where something went wrong."""
+    rows = []
+    for rank, process in enumerate(run.processes):
+        written = scratch / f"{run.name}.{rank}.json"
+        row = json.loads(written.read_text(encoding="utf-8")) if written.exists() else {"rank": rank}
+        if process.exitcode != 0:
+            killed = process.exitcode == -signal.SIGKILL and run.ended is not None
+            row.setdefault("error", f"ended by the launcher: {run.ended}" if killed else
+                           f"the process ended with {process.exitcode}")
+            row["log_end"] = log_end(scratch / f"{run.name}.{rank}.log")
+        if "error" in row:
+            row["error"] = anonymous(row["error"])
+        rows.append(row)
+    return rows
 
 
-def fsdp2(rank: int, device: torch.device) -> Callable:
-    from torch.distributed.fsdp import fully_shard
-
-    batches = data(rank, device)
-
-    def build():
-        bare = model(BLOCKS, device)
-        for block in bare:
-            fully_shard(block)
-        fully_shard(bare)
-
-        def step(index: int) -> None:
-            for batch in batches[index]:
-                bare(batch).square().mean().backward()
-
-        return bare, bare, step
-
-    return build
+def log_end(path: Path, lines: int = 60) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [anonymous(line) for line in text.splitlines()[-lines:]]
 
 
-def pipeline(rank: int, device: torch.device) -> Callable:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    world = dist.get_world_size()
-    batches = data(0, device)
-
-    def build():
-        bare = model(BLOCKS, device)
-        part = bare[rank * BLOCKS // world : (rank + 1) * BLOCKS // world]
-        stage = PipelineStage(part, rank, world, device)
-        schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=lambda out, target: (out - target).square().mean())
-
-        def step(index: int) -> None:
-            whole = torch.cat(batches[index])
-            if rank == 0:
-                schedule.step(whole)
-            elif rank == world - 1:
-                schedule.step(target=torch.zeros_like(whole))
-            else:
-                schedule.step()
-
-        return part, part, step
-
-    return build
+def anonymous(text: str) -> str:
+    """Without the paths and the name of this machine."""
+    for path, stands_for in ((str(ROOT), "."), (sysconfig.get_path("purelib"), "site-packages"),
+                             (sysconfig.get_path("stdlib"), "python"), (tempfile.gettempdir(), "tmp")):
+        text = text.replace(path, stands_for)
+    return re.sub(rf"(?<!\w){re.escape(socket.gethostname())}(?!\w)", "host", text)
 
 
-MODES = {"ddp": (ddp, "*"), "fsdp2": (fsdp2, "*"), "pipeline": (pipeline, "*")}
+def is_good(row: dict[str, Any]) -> bool:
+    """Equal to eager, replayed, by real launches, and under DDP averaged."""
+    if "error" in row or not row["bitwise_equal"]:
+        return False
+    averaging = row.get("averaging")
+    if averaging is not None and not (averaging["own_gradients_differ_between_ranks"]
+                                      and averaging["equal_on_all_ranks"]
+                                      and averaging["largest_difference_to_mean"] <= 1e-6 * averaging["largest_gradient"]):
+        return False
+    return row["counters"]["replayed"] > 0 and row["launches_in_one_step"]["graph_launches"] > 0
 
 
-def compare(mode: str, rank: int, device: torch.device) -> dict:
-    build, select = MODES[mode]
-    started = time.perf_counter()
-    eager, eager_parameters, _ = train(build(rank, device), False, select)
-    graphed, graphed_parameters, counters = train(build(rank, device), True, select)
-    pairs = [(a, b) for x, y in zip(eager, graphed) for a, b in zip(x, y)] + list(zip(eager_parameters, graphed_parameters))
-    return {
-        "rank": rank,
-        "bitwise_equal": all(torch.equal(a, b) for a, b in pairs),
-        "largest_difference": max(float((a - b).abs().max()) for a, b in pairs),
-        "compared_tensors": len(pairs),
-        "counters": counters,
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+def describe(device_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(machine, versions), without a CUDA context in this process."""
+    machine: dict[str, Any] = {"cpus": os.cpu_count(), "gpu": None, "gpus": 0, "driver": None}
+    versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__,
+                                "cuda": torch.version.cuda, "nccl": None}
+    if device_type == "cuda":
+        asked = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+                               capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+        gpu, _, driver = asked[0].partition(", ") if asked else (None, "", None)
+        machine.update(gpu=gpu, gpus=torch.cuda.device_count(), driver=driver)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return machine, versions
+
+
+def line_of(name: str, rows: list[dict[str, Any]]) -> str:
+    parts = []
+    for row in rows:
+        if "error" in row:
+            parts.append(f"rank {row['rank']}: {row['error'].splitlines()[0][:200]}")
+            continue
+        counts, times = row["counters"], row["median_step_milliseconds"]
+        parts.append(f"rank {row['rank']}: {'equal' if row['bitwise_equal'] else 'NOT EQUAL'}, {counts['replayed']} "
+                     f"replayed, {counts['fallback']} eager {counts['reasons'] or ''}, {times['eager']} ms eager, "
+                     f"{times['graphs']} ms graphs")
+    return f"{name}: " + "; ".join(parts)
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command line, with the output's file name only."""
+    return shlex.join(["python3", "evals/multi_gpu/partial_parallel.py",
+                       *(Path(word).name if before == "--output" else word for before, word in zip(("", *argv), argv))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=sorted(MODES))
-    arguments = parser.parse_args(argv)
-    if torch.cuda.device_count() < 2:
-        print("partial_parallel: needs two GPUs", file=sys.stderr)
+    parser.add_argument("--output", type=Path, required=True, help="the JSON result")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",
+                        help=f"of {', '.join(VARIANTS)}; all unless given")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256)")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds for everything (default 90)")
+    parser.add_argument("--variant-limit", type=float, default=25.0, help="seconds for one variant (default 25)")
+    parser.add_argument("--revision", help="git revision to note in the result")
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(words)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("start it with plain python3: it starts its ranks by itself")
+    if arguments.hidden < 1:
+        parser.error(f"--hidden must be at least 1, got {arguments.hidden}")
+    if not arguments.output.parent.is_dir():
+        parser.error(f"--output: there is no directory {arguments.output.parent}")
+    if arguments.device == "cuda" and torch.cuda.device_count() < RANKS:
+        print(f"partial_parallel: needs {RANKS} GPUs, found {torch.cuda.device_count()}", file=sys.stderr)
         return 4
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    rows = {}
-    for mode in arguments.modes:
+    if arguments.device == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the children's cuBLAS; deterministic kernels need it
+    machine, versions = describe(arguments.device)
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "what": "partial graphs under data and pipeline parallelism against eager",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command(words),
+        "revision": arguments.revision,
+        "seed": SEED,
+        "machine": machine,
+        "versions": versions,
+        "configuration": {
+            "device": arguments.device, "graphs": "CUDA graphs" if arguments.device == "cuda" else "stand-in graphs",
+            "ranks": RANKS, "hidden": arguments.hidden, "rows": ROWS, "blocks": BLOCKS, "steps": STEPS,
+            "timed_steps": TIMED_STEPS[arguments.device], "microbatches": MICROBATCHES, "dtype": "float32",
+            "learning_rate": LEARNING_RATE,
+        },
+        "all_good": False,
+        "variants": {},
+    }  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    deadline = began + arguments.limit
+    names = list(dict.fromkeys(arguments.variants))
+    with tempfile.TemporaryDirectory(prefix="partial-parallel-") as scratch:
+        runs = start(names, arguments.device, arguments.hidden, Path(scratch), arguments.variant_limit)
         try:
-            mine = compare(mode, rank, device)
-        except Exception as error:
-            mine = {"rank": rank, "bitwise_equal": False, "error": f"{type(error).__name__}: {error}"}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        rows[mode] = gathered
-    good = all(row["bitwise_equal"] and row["counters"]["replayed"] > 0 for ranks in rows.values() for row in ranks)
-    if rank == 0:
-        result = {
-            "schema_version": 1, "what": "partial graphs under parallelism", "date": time.strftime("%Y-%m-%d"),
-            "machine": {"gpus": torch.cuda.device_count(), "gpu": torch.cuda.get_device_name(0)},
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))},
-            "configuration": {"hidden": HIDDEN, "rows": ROWS, "blocks": BLOCKS, "steps": STEPS, "microbatches": MICROBATCHES, "seed": SEED},
-            "command": " ".join(["torchrun", *sys.argv]), "all_equal": good, "modes": rows,
-        }  # fmt: skip
-        arguments.output.write_text(json.dumps(result, indent=1))
-        print(json.dumps(result["modes"]))
-    dist.destroy_process_group()
-    return 0 if good else 1
+            for run in runs:
+                if time.monotonic() < deadline:
+                    give_turn(run, arguments.variant_limit, deadline)
+                else:
+                    stop(run, "the limit for everything was reached")
+                rows = collect(run, Path(scratch))
+                variant = VARIANTS[run.name]
+                result["variants"][run.name] = {
+                    "mode": variant.mode, "settings": variant.settings, "manager": variant.manager,
+                    "good": all(is_good(row) for row in rows), "ranks": rows,
+                }  # fmt: skip
+                result["all_good"] = len(result["variants"]) == len(names) and all(
+                    one["good"] for one in result["variants"].values())
+                result["seconds"] = round(time.monotonic() - began, 1)
+                save(result, arguments.output)
+                print(line_of(run.name, rows), file=sys.stderr, flush=True)
+        finally:
+            for run in runs:
+                stop(run, "the launcher was stopped")
+    return 0 if result["all_good"] else 1
 
 
 if __name__ == "__main__":
