@@ -73,7 +73,7 @@ TORCH = {
                 time.sleep(0.01)
         def _abort_process_group(group=None):
             log("abort with " + str(len(live)) + " graphs")
-            state["aborted"] = True
+            state.update(initialized=False, stuck=False, aborted=True)
     """,
 }
 STUCK = """
@@ -232,6 +232,48 @@ def test_a_failing_sys_exit_aborts_too_and_a_good_one_does_not(site):
     assert "abort with 0 graphs" in site.events()
     site.run(script, "0")
     assert "abort with 0 graphs" not in site.events()
+
+
+FINALLY = """
+    import sys
+    torch.distributed.init_process_group(stuck=True)  # a peer waits in a collective, and destroy waits for the peer
+    try:
+        {what}
+    finally:
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("raise ValueError", 1), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -signal.SIGINT)]
+)
+def test_destroy_in_a_finally_block_after_a_failure_is_an_abort(site, what, code):
+    """The failure's own exit code, at once: a destroy would wait for peers that wait for this rank."""
+    done, _, err = site.run(with_graph(FINALLY.format(what=what)))
+    assert done == code and "at the limit" not in err
+    assert site.events()[:2] == ["reset graph", "abort with 0 graphs"]
+    assert not any(event.startswith("destroy") for event in site.events())
+
+
+def test_groups_made_again_after_such_an_abort_are_destroyed(site):
+    script = with_graph("""
+        torch.distributed.init_process_group()
+        try:
+            raise ValueError
+        except ValueError:
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group()
+        torch.distributed.destroy_process_group()
+    """)
+    assert site.run(script)[0] == 0
+    assert site.events()[1:3] == ["abort with 0 graphs", "destroy None"]
+
+
+@pytest.mark.parametrize("what", ["sys.exit(0)", "sys.exit()", "next(iter(()))"])
+def test_destroy_after_an_orderly_end_stays_a_destroy(site, what):
+    script = FINALLY.format(what=what).replace("stuck=True", "").replace("finally:", "except (SystemExit, StopIteration):")
+    assert site.run(with_graph(script))[0] == 0
+    assert site.events()[:2] == ["reset graph", "destroy None"]
 
 
 def test_handler_that_was_there_decides(site):

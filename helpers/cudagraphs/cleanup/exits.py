@@ -25,6 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # An orderly end may be slow on a busy machine, and cutting it makes a failure of a run that succeeded.
 ORDERLY_FACTOR = 4
 _RESCUE_LOCK_S = 0.5
+_ABORT_LOCK_S = 1.0  # how long to wait for an abort that the other thread is in
 _LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
 
 
@@ -49,6 +50,7 @@ class Exits:
         self.leaving = False
         self.finished = False
         self.aborted = False
+        self._aborting = threading.Lock()
         self.last_report: DeletionReport | None = None
         self.watchdog = Watchdog(self._rescue, who_keeps_graphs)
         self.previous: dict[int, Any] = {}
@@ -190,18 +192,36 @@ class Exits:
             self.last_report = report
 
     def _abort(self) -> None:
-        if not self.aborted and groups.world_size() > 1:
-            self.aborted = True
+        if groups.world_size() == 1 or not self._aborting.acquire(timeout=_ABORT_LOCK_S):
+            return
+        try:
+            if groups.world_size() == 1:  # the other thread has done it
+                return
             reason = groups.abort()
-            if reason is not None:
-                say(f"communicators were not aborted: {reason}")
+        finally:
+            self._aborting.release()
+        if reason is None:
+            self.aborted = True
+        else:
+            say(f"communicators were not aborted: {reason}")
 
     @contextmanager
-    def _before_teardown(self, name: str) -> Iterator[None]:
-        token = self.watchdog.arm(self._time_to_leave(), f"torch.distributed.{name}()")
+    def _before_teardown(self, name: str) -> Iterator[bool]:
+        """Gives True when the groups are gone already and nothing is left to tear down.
+
+        That is after a failure with peers: they are most likely in a collective, where NCCL's destroy waits for them
+        and they for this rank, with or without graphs (reported for torch 2.13 with NCCL 2.29). So a
+        destroy_process_group() in a finally block becomes an abort, which waits for nobody.
+        """
+        failing = self.fault or _failing()
+        token = self.watchdog.arm(self.limit if failing else ORDERLY_FACTOR * self.limit, f"torch.distributed.{name}()")
+        gone = False
         try:
             self._delete()
-            yield
+            if failing and name == groups.DESTROY and groups.world_size() > 1:
+                self._abort()
+                gone = groups.world_size() == 1
+            yield gone
         finally:
             self.watchdog.disarm(token)
 
@@ -250,6 +270,14 @@ class Exits:
         signal.signal(signum, signal.SIG_DFL)  # atexit runs in the main thread, which alone may do this
         os.kill(os.getpid(), signum)
         os._exit(128 + signum)
+
+
+def _failing() -> bool:
+    """Whether this thread is in a finally or except block of an error: not of the end of an iterator or of sys.exit(0)."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None and not isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit))
 
 
 def _without_own_frames(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:

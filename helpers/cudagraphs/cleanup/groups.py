@@ -2,8 +2,9 @@
 """Process groups: deletion comes before destroy_process_group and before abort.
 
 A captured collective makes its graph hold the NCCL communicator; torch.distributed.destroy_process_group() then waits
-for ever (NVIDIA-NeMo/Megatron-Bridge issues 1185 and 3595). Both entry points of torch.distributed.distributed_c10d are
-wrapped: now if it is imported, else right after its import.
+for ever (NVIDIA-NeMo/Megatron-Bridge issues 1185 and 3595; NCCL's commDestroySync, src/init.cc, polls until no graph
+refers to the communicator, in an abort too). Both entry points of torch.distributed.distributed_c10d are wrapped: now
+if it is imported, else right after its import.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 C10D = "torch.distributed.distributed_c10d"
-_TEARDOWN_CALLS = ("destroy_process_group", "_abort_process_group")  # the second since torch 2.6
+DESTROY = "destroy_process_group"
+_TEARDOWN_CALLS = (DESTROY, "_abort_process_group")  # the second since torch 2.6
 _ORIGINAL = "__delete_graphs_original__"
 
-Before = Callable[[str], AbstractContextManager[None]]
+Before = Callable[[str], AbstractContextManager[bool]]  # True: the groups are gone already
 
 
 def wrap(before: Before, imported: Callable[[], None]) -> None:
@@ -67,8 +69,8 @@ def _wrapped(original: Callable[..., Any], module: ModuleType, before: Before) -
     def teardown(group: Any = None, *args: Any, **kwargs: Any) -> Any:
         if group is not None and group != module.GroupMember.WORLD:
             return original(group, *args, **kwargs)
-        with before(original.__name__):
-            return original(group, *args, **kwargs)
+        with before(original.__name__) as gone:
+            return None if gone else original(group, *args, **kwargs)
 
     setattr(teardown, _ORIGINAL, original)
     return teardown
