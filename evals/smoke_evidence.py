@@ -5,8 +5,10 @@
 Usage:
   python evals/smoke_evidence.py --out evals/results/gpu
   python evals/smoke_evidence.py --out results --only smoke-mcore-dense-launch smoke-drill-sync
+  torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu
 
 Runs follow one another and share the imports of their stack; the first run of a stack pays for them, as a user does.
+Under torchrun these are the runs for two GPUs. `--suffix TEXT` ends the files' names, for a run in another environment.
 
 Output: one smoke-*.json a run, its table beside it as .txt; a line a run on stdout. `--json` puts one object on stdout
 instead.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -124,23 +127,60 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+_SCOPED, _FULL = ("--variant", "transformer_engine:attn+mlp"), ("--variant", "full_iteration")
+_LOCAL = ("--variant", "local")
 
-def _run(name: str, out: Path, launchers: smoke_capture.Launchers, extra: Sequence[str]) -> dict:
-    target = out / f"{name}.json"
+# With two GPUs, launch-bound: kinds of parallelism, eager against scopes and the full iteration.
+_PARALLEL: dict[str, tuple[str, ...]] = {
+    "smoke-2gpu-tp2": ("--tp", "2", *_SCOPED, *_LOCAL, *_FULL),
+    "smoke-2gpu-pp2": ("--pp", "2", "--microbatches", "4", *_SCOPED, *_LOCAL, *_FULL),
+    "smoke-2gpu-pp2-interleaved": ("--pp", "2", "--vpp", "2", "--microbatches", "4", *_SCOPED, *_LOCAL, *_FULL),
+    "smoke-2gpu-ep2-dropless": ("--ep", "2", "--model", "moe-dropless", "--variant", _ROUTED),
+    "smoke-2gpu-ep2-drop-pad": (
+        "--ep",
+        "2",
+        "--model",
+        "moe-drop-pad",
+        "--variant",
+        "transformer_engine:attn+moe",
+        *_FULL,
+    ),
+    "smoke-2gpu-dp2-overlap": (
+        "--overlap-grad-reduce",
+        "--distributed-optimizer",
+        "--overlap-param-gather",
+        *_SCOPED,
+        *_LOCAL,
+        *_FULL,
+    ),
+}
+RUNS_OF_TWO = {name: ("--stack", "megatron-core", *words) for name, words in _PARALLEL.items()}
+
+
+def _run(
+    name: str, words: Sequence[str], target: Path, launchers: smoke_capture.Launchers, extra: Sequence[str]
+) -> dict:
     begin = time.monotonic()
-    with open(out / f"{name}.txt", "w") as table, redirect_stdout(table):
-        code = smoke_capture.main([*RUNS[name], *extra, "--json", str(target)], launchers)
+    # Of several ranks the first one reports; the others print nothing.
+    table_path = os.devnull if int(os.environ.get("RANK", "0")) else target.with_suffix(".txt")
+    with open(table_path, "w") as table, redirect_stdout(table):
+        code = smoke_capture.main([*words, *extra, "--json", str(target)], launchers)
     return {"run": name, "exit_code": code, "seconds": round(time.monotonic() - begin, 1), "written": target.exists()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=sorted(RUNS), metavar="RUN", default=list(RUNS))
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    runs = RUNS if world == 1 else RUNS_OF_TWO
+    parser.add_argument("--only", nargs="+", choices=sorted(runs), metavar="RUN", default=list(runs))
+    parser.add_argument("--suffix", default="", help="ends the names of the files")
     parser.add_argument("--rounds", type=int, help="timing rounds of every run, where fewer are enough")
     parser.add_argument("--revision", help="passed on to smoke_capture.py")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if world not in (1, 2):
+        parser.error(f"there are runs for one GPU and for two, not for {world}")
     args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--revision", args.revision) if args.revision else ()
     if args.rounds:
@@ -149,15 +189,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = []
     try:
         for name in args.only:
-            done.append(_run(name, args.out, launchers, extra))
-            print(_line(done[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
+            target = args.out / f"{name}{args.suffix}.json"
+            done.append(_run(name, runs[name], target, launchers, extra))
+            if rank == 0:
+                print(_line(done[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
             if done[-1]["exit_code"] == 3:  # interrupted, or a fault of the tool that the next run would meet too
                 break
     finally:
         launchers.close()
-    if args.json:
+    if args.json and rank == 0:
         print(json.dumps({"schema_version": 1, "runs": done}))
-    return 0 if len(done) == len(args.only) and all(one["written"] for one in done) else 1
+    complete = len(done) == len(args.only)
+    return 0 if complete and (rank or all(one["written"] for one in done)) else 1
 
 
 def _line(one: dict) -> str:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
+# What several GPUs are run with and without.
+_ALLOCATION = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
 _HEAD = (
     "Variant",
     "Captured",
@@ -112,7 +114,8 @@ def _section(result: dict) -> str:
     size += f"{shape['microbatches']} microbatches"
     if shape["experts"]:
         size += f", {shape['experts']} experts top-{shape['top_k']}"
-    lines = [f"### {result['stack']}, {result['model']}, {result['precision']}: {size}", ""]
+    parallel = _parallel(result)
+    lines = [f"### {result['stack']}, {result['model']}, {result['precision']}{parallel}: {size}", ""]
     if quoted["busy_share"] is not None:
         lines.append(
             f"Eager step {quoted['eager_ms']} ms, GPU busy {quoted['busy_share']:.0%} of it: no graph can give more "
@@ -139,6 +142,19 @@ def _section(result: dict) -> str:
     return "\n".join(lines)
 
 
+def _parallel(result: dict) -> str:
+    """What several GPUs do, with what the environment sets; empty for one."""
+    parallel = result["parallel"]
+    if parallel["world"] == 1:
+        return ""
+    sizes = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
+    parts = [f"{short}{parallel[name]}" for name, short in sizes.items() if parallel.get(name, 1) > 1]
+    options = ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather")
+    parts += [name for name in options if parallel.get(name)]
+    parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]
+    return ", " + ", ".join([f"{parallel['world']} GPUs", *parts])
+
+
 def _repeat(result: dict) -> str:
     twin = next((out for out in result["variants"] if out["name"] == "none (repeat)"), None)
     if twin is None or not twin["speedup"]:
@@ -154,13 +170,21 @@ def _repeat(result: dict) -> str:
     return f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]{numbers}"
 
 
+def _parity(out: dict) -> str:
+    """The verdict; of each rank where there are several and they differ."""
+    if not out["parity"]:
+        return ""
+    verdicts = [one["parity"]["verdict"] if one["parity"] else "none" for one in out.get("ranks") or ()]
+    return out["parity"]["verdict"] if len(set(verdicts)) < 2 else ", ".join(verdicts) + " (by rank)"
+
+
 def _row(out: dict) -> tuple[str, ...]:
     steps, speed, cleanup = out["timing"], out["speedup"], out["cleanup"]
     launches = out["replay"]["profiler_launches"]
     return (
         f"`{out['name']}`",
         "yes" if out["captured"] else f"no: {_cause(out) or 'nothing was replayed'}",
-        out["parity"]["verdict"] if out["parity"] else "",
+        _parity(out),
         f"{steps['median']:.2f} ({steps['p10']:.2f} to {steps['p90']:.2f})" if steps else "",
         f"**{speed['verdict']}** {speed['value']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})" if speed else "",
         f"{out['memory_cost'] / _MIB:+.0f}" if out["memory_cost"] is not None else "",

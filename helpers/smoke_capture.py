@@ -109,7 +109,10 @@ def _arguments() -> argparse.ArgumentParser:
     parallel = parser.add_argument_group("several GPUs, under torchrun")
     for name in ("tp", "pp", "ep"):
         parallel.add_argument(f"--{name}", type=_positive, default=1)
+    parallel.add_argument("--vpp", type=_positive, default=1, help="model chunks a pipeline stage: interleaved schedule")
     parallel.add_argument("--overlap-grad-reduce", action="store_true", help="megatron-core's DDP option")
+    parallel.add_argument("--distributed-optimizer", action="store_true", help="megatron-core's, sharded over the data ranks")
+    parallel.add_argument("--overlap-param-gather", action="store_true", help="with --distributed-optimizer")
     process = parser.add_argument_group("processes")
     process.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the torch stack")
     process.add_argument("--jobs", type=_positive, help="processes on the GPU at once (default: what fits)")
@@ -224,7 +227,16 @@ def _setup(
         raise UsageError(f"{here.world} processes do not divide by --tp {args.tp} --pp {args.pp} --ep {args.ep}")
     if stack != "megatron-core" and (group > 1 or args.ep > 1):
         raise UsageError(f"--tp, --pp and --ep need --stack megatron-core; {stack} runs data parallel only")
-    parallel = {"tensor": args.tp, "pipeline": args.pp, "expert": args.ep}
+    if stack != "megatron-core" and (args.vpp > 1 or args.distributed_optimizer):
+        raise UsageError(f"--vpp and --distributed-optimizer need --stack megatron-core, not {stack}")
+    if args.overlap_param_gather and not (args.distributed_optimizer and args.overlap_grad_reduce):
+        raise UsageError("--overlap-param-gather needs --distributed-optimizer and --overlap-grad-reduce")
+    if args.vpp > 1 and (args.pp == 1 or shape.layers % (args.pp * args.vpp) or shape.microbatches % args.pp):
+        raise UsageError(
+            f"--vpp {args.vpp} needs --pp of at least 2, layers ({shape.layers}) that divide by --pp times --vpp, and "
+            f"microbatches ({shape.microbatches}) that divide by --pp"
+        )
+    parallel = {"tensor": args.tp, "pipeline": args.pp, "virtual": args.vpp, "expert": args.ep}
     pattern = plan.hybrid_pattern(model, shape.layers, known_package("mamba-ssm"))
     if pattern and "M" not in pattern and model == "hybrid":
         changes.append("no Mamba layers: mamba-ssm is not installed (pip install mamba-ssm causal-conv1d)")
@@ -242,7 +254,11 @@ def _setup(
         "data_rank": here.rank % (here.world // args.pp) // args.tp,
         "rendezvous": here.rendezvous,
         "parallel": parallel,
-        "overlap_grad_reduce": args.overlap_grad_reduce,
+        "data_parallel": {
+            "overlap_grad_reduce": args.overlap_grad_reduce,
+            "distributed_optimizer": args.distributed_optimizer,
+            "overlap_param_gather": args.overlap_param_gather,
+        },
         "pattern": pattern,
         "versions": found,
         "changes": changes,
@@ -373,6 +389,7 @@ class Launchers:
     """One launcher a stack, started when first asked for, so that several runs in one process import a stack once."""
 
     def __init__(self):
+        self.runs = 0
         self._logs = parent.temporary_logs()
         self._started: dict[str, tuple] = {}
 
@@ -391,7 +408,8 @@ class Launchers:
 def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -> tuple[dict, int]:
     """Runs everything and returns the result and the exit code. Raises UsageError, VariantError and Unavailable."""
     begin = time.monotonic()
-    here = ranks.from_environment(args.phase_limit * 2)
+    launchers.runs += 1
+    here = ranks.from_environment(args.phase_limit * 2, launchers.runs)
     progress = _progress(args.quiet, here, begin)
     if args.device == "cpu" and args.stack not in ("auto", "torch"):
         raise UsageError("--device cpu runs the torch stack only")
@@ -417,11 +435,7 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     outcomes = run(session, jobs, effort, here, progress)
     lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)
-    code = report.exit_code(results)
-    peers = here.agree(
-        "verdicts",
-        {"problems": {out["name"]: report.problem(out) for out in results if report.problem(out)}, "code": code},
-    )
+    report.join_ranks(results, here.agree("verdicts", report.summary(results)))
     here.leave()
     versions = {"python": platform.python_version(), **found}
     versions |= {name: probe[name] for name in ("torch_cuda", "cudnn", "nccl") if name in probe}
@@ -441,19 +455,16 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
         "shape": setup["shape"],
         "config": setup["config"],
         "pattern": setup["pattern"],
-        "parallel": {**setup["parallel"], "world": here.world},
+        "parallel": {**setup["parallel"], **setup["data_parallel"], "world": here.world},
         "changes": setup["changes"],
         "environment": _graph_environment(),
         "variants": results,
         "skipped": skipped,
-        "peers": {
-            str(rank): peer["problems"] for rank, peer in enumerate(peers) if rank != here.rank and peer["problems"]
-        },
         "recommendation": report.recommend(results),
         "seconds": {"total": time.monotonic() - begin, "phases": session.seconds},
         "processes_at_once": effort.jobs,
     }
-    return result, max(peer["code"] for peer in peers)
+    return result, report.exit_code(results)
 
 
 def _without_output(argv: Sequence[str]) -> list[str]:

@@ -2,10 +2,12 @@
 """The smallest training loops that make each kind of graph, with places where a fault can be put.
 
 A workload has: eager_steps (training steps before the capture), capture(), step(), evaluate(), delete() (the cleanup
-that the framework itself offers) and recapture(). Kinds: transformer_engine, local, full_iteration, optimizer
-(megatron-core with Transformer Engine layers, one tensor-parallel group of all ranks, so that collectives are
-captured), partial (our manager) and torch_callable (torch.cuda.make_graphed_callables), both with an all-reduce inside,
-and stand_in: no GPU, a graph object that only knows whether it is alive.
+that the framework itself offers) and recapture(). Every step reads a number back, as a training loop does with its loss. Kinds:
+transformer_engine, local, full_iteration, optimizer (megatron-core with Transformer Engine layers, one tensor-parallel
+group of all ranks, so that collectives are captured), partial (our manager) and torch_callable
+(torch.cuda.make_graphed_callables), both with an all-reduce inside, bare (one torch.cuda.CUDAGraph with an all-reduce),
+eager (the same loop as torch_callable without any graph: what a fault does anyway) and stand_in: no GPU, a graph object
+that only knows whether it is alive.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 MEGATRON_KINDS = ("transformer_engine", "local", "full_iteration", "optimizer")
-TORCH_KINDS = ("partial", "torch_callable")
+TORCH_KINDS = ("partial", "torch_callable", "bare", "eager")
 STAND_IN = "stand_in"
 WIDTH, TOKENS = 64, 32
 
@@ -127,8 +129,10 @@ class TorchWorkload:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self._output().square().mean().backward()
+        loss = self._output().square().mean()
+        loss.backward()
         self.optimizer.step()
+        loss.item()
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -154,6 +158,51 @@ class TorchCallables(TorchWorkload):
     def recapture(self) -> None:
         self.delete()
         self.capture()
+
+
+class Eager(TorchWorkload):
+    def capture(self) -> None:
+        """Nothing is."""
+
+
+class Bare:
+    """One CUDA graph that holds one all-reduce: the smallest thing that keeps a communicator."""
+
+    eager_steps = 1  # makes the communicator, which a capture cannot
+
+    def __init__(self, points: Points, device: torch.device) -> None:
+        self.points = points
+        self.source = torch.ones(TOKENS, WIDTH, device=device)
+        self.graph, self.result = None, None
+
+    def _work(self) -> torch.Tensor:
+        result = self.source * 2
+        dist.all_reduce(result)
+        self.points.layer_forward()
+        return result
+
+    def capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = self._work()
+
+    def step(self) -> None:
+        if self.graph is None:
+            self.result = self._work()
+        else:
+            self.graph.replay()
+            self.points.after_launch()
+        self.result.sum().item()
+
+    evaluate = step
+
+    def delete(self) -> None:
+        self.graph = self.result = None
+
+    recapture = capture
+
+    def state(self) -> dict:
+        return {"source": self.source}
 
 
 class Partial(TorchWorkload):
@@ -239,11 +288,14 @@ class Megatron:
         shape = plan.Shape(
             layers=2, hidden=256, heads=4, kv_heads=4, ffn=512, sequence=128, microbatches=1, vocabulary=512
         )
-        parallel = {"tensor": ranks, "pipeline": 1, "expert": 1}
+        parallel = {"tensor": ranks, "pipeline": 1, "virtual": 1, "expert": 1}
         job = {
             "shape": plan.as_dict(shape),
             "impl": impl,
             "parallel": parallel,
+            "data_parallel": dict.fromkeys(
+                ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather"), False
+            ),
             "rank": rank,
             "local_rank": rank,
             "seed": seed,
@@ -285,7 +337,10 @@ class Megatron:
         return call
 
     def _prepare_optimizer(self) -> None:
-        """The optimizer graph holds a plain SGD step: Megatron's own reads values back on the host by default."""
+        """The optimizer graph holds a plain SGD step: Megatron's own reads values back on the host by default.
+
+        Its one collective is Megatron's too: the gradient norm over the model-parallel group.
+        """
         optimizer, points = self.trainer.optimizer, self.points
         if self.kind != "optimizer":
             step = optimizer.step
@@ -296,15 +351,19 @@ class Megatron:
 
             optimizer.step = watched
             return
+        from megatron.core import parallel_state
         from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
+        group = parallel_state.get_model_parallel_group()
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
 
         @torch.no_grad()
         def sgd():
             points.optimizer(captured=True)
+            norm = torch.stack([parameter.main_grad.square().sum() for parameter in parameters]).sum()
+            dist.all_reduce(norm, group=group)
             for parameter in parameters:
-                parameter.add_(parameter.main_grad.to(parameter.dtype), alpha=-1e-4)
+                parameter.add_((parameter.main_grad / (1 + norm.sqrt())).to(parameter.dtype), alpha=-1e-4)
 
         graphed = OptimizerCudaGraphWrapper(sgd, cuda_graph_warmup_steps=1)
 
@@ -315,7 +374,8 @@ class Megatron:
         optimizer.step = step
 
     def step(self) -> None:
-        self.trainer.step(self.batches.at("train", self.index))
+        for loss in self.trainer.step(self.batches.at("train", self.index)):
+            loss.item()
         self.index += 1
 
     def evaluate(self) -> None:
@@ -365,4 +425,5 @@ def _megatron_minor() -> int:
 def build(kind: str, points: Points, rank: int, ranks: int, seed: int, device: torch.device):
     if kind in MEGATRON_KINDS:
         return Megatron(kind, points, rank, ranks, seed)
-    return {"partial": Partial, "torch_callable": TorchCallables, STAND_IN: StandIn}[kind](points, device)
+    kinds = {"partial": Partial, "torch_callable": TorchCallables, "bare": Bare, "eager": Eager, STAND_IN: StandIn}
+    return kinds[kind](points, device)

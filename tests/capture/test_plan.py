@@ -71,11 +71,11 @@ def test_a_recipe_gives_the_shape_and_what_it_lacks_is_told():
 
 def test_config_fields_name_what_upstream_needs():
     shape = plan.shape("launch", "moe-drop-pad")
-    out = plan.config_fields("moe-drop-pad", shape, "fp8-delayed", 0.0, {"tensor": 2, "pipeline": 1, "expert": 4})
+    out = plan.config_fields("moe-drop-pad", shape, "fp8-delayed", 0.0, {"tensor": 2, "pipeline": 1, "virtual": 1, "expert": 4})
     assert out["moe_pad_expert_input_to_capacity"] and out["moe_expert_capacity_factor"] == 1.0
     assert (out["fp8"], out["fp8_recipe"], out["sequence_parallel"]) == ("hybrid", "delayed", True)
     dense = plan.config_fields(
-        "dense", plan.Shape(), "bf16", 0.1, {"tensor": 1, "pipeline": 1, "expert": 1}, extra={"qk_layernorm": True}
+        "dense", plan.Shape(), "bf16", 0.1, {"tensor": 1, "pipeline": 1, "virtual": 1, "expert": 1}, extra={"qk_layernorm": True}
     )
     assert (
         "num_moe_experts" not in dense
@@ -89,7 +89,7 @@ def test_hybrid_patterns_have_one_letter_a_layer():
     assert plan.hybrid_pattern("hybrid", 6, True) == "M*-M*-" and plan.hybrid_pattern("hybrid", 4, False) == "*-*-"
     assert plan.hybrid_pattern("hybrid-moe", 4, True) == "*E*E" and plan.hybrid_pattern("dense", 4, True) is None
     config = plan.config_fields(
-        "hybrid", replace(plan.Shape(), layers=1), "bf16", 0, {"tensor": 1, "pipeline": 1, "expert": 1}, "M*-"
+        "hybrid", replace(plan.Shape(), layers=1), "bf16", 0, {"tensor": 1, "pipeline": 1, "virtual": 1, "expert": 1}, "M*-"
     )
     assert config["num_layers"] == 3
 

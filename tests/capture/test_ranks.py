@@ -19,7 +19,19 @@ from cudagraphs.capture.ranks import Ranks, StoreRanks, from_environment  # noqa
 from cudagraphs.capture.run import Effort, run  # noqa: E402
 from test_parent import FAKE, job  # noqa: E402
 
-SMOKE = Path(__file__).parents[2] / "helpers" / "smoke_capture.py"
+# Two runs of one process: the second must not read what the first left in the store.
+TWICE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import smoke_capture
+launchers = smoke_capture.Launchers()
+try:
+    codes = [smoke_capture.main(sys.argv[2:] + ["--seed", str(seed)], launchers) for seed in (1, 2)]
+finally:
+    launchers.close()
+sys.exit(max(codes))
+"""
+HELPERS = Path(__file__).parents[2] / "helpers"
 
 
 def on_two_ranks(tmp_path, behave, limits):
@@ -106,6 +118,8 @@ def test_two_processes_train_data_parallel_over_gloo(tmp_path):
         "60",
         "--quiet",
     ]
+    # as torchrun does, the launcher holds the store
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     started = []
     for rank in range(2):
         environment = {
@@ -115,10 +129,11 @@ def test_two_processes_train_data_parallel_over_gloo(tmp_path):
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         started.append(
             subprocess.Popen(
-                [sys.executable, str(SMOKE), *arguments],
+                [sys.executable, "-c", TWICE, str(HELPERS), *arguments],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -127,4 +142,6 @@ def test_two_processes_train_data_parallel_over_gloo(tmp_path):
         )
     (out, err), (silent, err_one) = [one.communicate(timeout=240) for one in started]
     assert [one.returncode for one in started] == [0, 0], err + err_one
-    assert "full_iteration: captured, same training" in out and silent == ""
+    assert out.count("full_iteration: captured, same training to the last bit") == 2 and silent == ""
+    assert out.count("parity by rank: bitwise bitwise") == 2
+    del store

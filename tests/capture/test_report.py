@@ -108,6 +108,22 @@ def test_fast_but_other_training_is_never_recommended():
     assert report.recommend(results)["variant"] == "none" and report.exit_code(results) == 1
 
 
+def test_a_problem_on_another_rank_is_a_problem_of_the_variant():
+    results, out = assessed(outcome("v", step_ms=2.0))
+    fine = report.summary(results)
+    broken = copy.deepcopy(fine)
+    broken["v"] |= {"problem": "other training: step 3", "parity": {"verdict": "differs", "bitwise": False}}
+    report.join_ranks(results, [fine, broken])
+    assert "rank 1: other training: step 3" in out["verdict"] and "parity by rank: bitwise differs" in out["verdict"]
+    assert report.recommend(results)["variant"] == "none" and report.exit_code(results) == 1
+
+
+def test_eager_that_does_not_repeat_itself_is_noise_and_no_failure():
+    outcomes = {"none": outcome("none", graphs=0), "none (repeat)": outcome("none (repeat)", graphs=0, loss=1.5)}
+    results = report.assess(outcomes, {name: job(name, "none") for name in outcomes}, {}, 5.0)
+    assert "other training" in results[1]["verdict"] and report.exit_code(results) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -164,6 +180,7 @@ def test_dropout_compares_distributions_and_not_losses():
 
 def test_the_table_has_a_row_and_a_verdict_for_each_variant():
     results, _ = assessed(outcome("v", step_ms=5.0))
+    report.join_ranks(results, [report.summary(results)] * 2)
     result = {
         "machine": {"gpu": "NVIDIA H200"},
         "versions": {"torch": "2.11.0", "nccl": None},
@@ -173,7 +190,6 @@ def test_the_table_has_a_row_and_a_verdict_for_each_variant():
         "changes": ["layers 32 -> 8"],
         "variants": results,
         "skipped": {"local:moe": ILLEGAL},
-        "peers": {"1": {"v": "hang in parity"}},
         "recommendation": report.recommend(results),
         "shape": {
             "layers": 8,
@@ -192,7 +208,7 @@ def test_the_table_has_a_row_and_a_verdict_for_each_variant():
         "2.00x",
         "busy 40% of an eager step",
         "local:moe: not run, illegal by CG105",
-        "rank 1, v: hang in parity",
+        "parity by rank: bitwise bitwise",
         "Recommendation: v.",
         "8 experts top-2",
     ):

@@ -5,12 +5,13 @@ from cudagraphs.capture import plan, variants
 from cudagraphs.capture.variants import Variant
 
 FOUND = {"megatron-core": "0.19.2", "transformer-engine": "2.20.2", "torch": "2.11.0+cu130"}
-ALONE = {"tensor": 1, "pipeline": 1, "expert": 1}
+ALONE = {"tensor": 1, "pipeline": 1, "virtual": 1, "expert": 1}
+PLAIN = {"overlap_grad_reduce": False, "distributed_optimizer": False, "overlap_param_gather": False}
 
 
 def setup(model):
     config = plan.config_fields(model, plan.shape("launch", model), "bf16", 0.0, ALONE)
-    return {"stack": "megatron-core", "model": model, "versions": FOUND, "overlap_grad_reduce": False, "config": config}
+    return {"stack": "megatron-core", "model": model, "versions": FOUND, "data_parallel": PLAIN, "config": config}
 
 
 def judged(model, text, environment=None):

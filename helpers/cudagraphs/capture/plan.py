@@ -191,7 +191,7 @@ def config_fields(
 ) -> dict:
     """TransformerConfig overrides of a model, without the graph fields. `extra` (from a recipe) wins.
 
-    `parallel` holds the sizes `tensor`, `pipeline`, `expert`; `pattern` is a hybrid's layer pattern; `precision` is
+    `parallel` holds the sizes `tensor`, `pipeline`, `virtual` (model chunks a pipeline stage) and `expert`; `pattern` is a hybrid's layer pattern; `precision` is
     bf16 or fp8-RECIPE with RECIPE one of delayed, tensorwise, blockwise, mxfp8.
     Source of the names: megatron/core/transformer/transformer_config.py, 0.19.2.
     """
@@ -210,6 +210,15 @@ def config_fields(
         "expert_model_parallel_size": parallel["expert"],
         "sequence_parallel": parallel["tensor"] > 1,
     }
+    if parallel["virtual"] > 1:
+        # what Megatron-LM's arguments.py makes of an interleaved schedule
+        out |= {
+            "virtual_pipeline_model_parallel_size": parallel["virtual"],
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    elif parallel["pipeline"] > 1:
+        out["batch_p2p_sync"] = False  # a workaround for old PyTorch that waits for the device: CG723
     if s.experts:
         out |= {
             "num_moe_experts": s.experts,

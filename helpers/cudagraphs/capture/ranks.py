@@ -67,11 +67,11 @@ class StoreRanks(Ranks):
             self._store.wait(keys, self._limit)
 
 
-def from_environment(limit_s: float) -> Ranks:
+def from_environment(limit_s: float, run: int = 0) -> Ranks:
     """The ranks that torchrun's environment describes; a single rank without it.
 
     The store is the launcher's own where it offers one (TORCHELASTIC_USE_AGENT_STORE, set by torchrun), else rank 0
-    holds it. Raises KeyError naming a variable that the launcher should have set.
+    holds it. `run` tells runs of one process apart. Raises KeyError naming a variable that the launcher should have set.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -82,8 +82,8 @@ def from_environment(limit_s: float) -> Ranks:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(host, port, world, is_master=master, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
-    # A restarted torchrun keeps its store; keys of the attempt before must not answer for this one.
-    prefix = f"smoke/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # The store outlives a run and a restart of torchrun: keys of the one before must not answer for this one.
+    prefix = f"smoke/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{run}"
     meeting = {"host": host, "port": port, "prefix": prefix}
     return StoreRanks(
         PrefixStore(prefix, store), rank, world, int(os.environ.get("LOCAL_RANK", rank)), limit_s, meeting

@@ -27,6 +27,35 @@ def assess(
     ]
 
 
+def summary(results: list[dict]) -> dict[str, dict]:
+    """What the other ranks are told of this one's variants, by name."""
+    return {
+        out["name"]: {
+            "problem": problem(out),
+            "parity": out["parity"] and {key: out["parity"][key] for key in ("verdict", "bitwise")},
+            "replays_per_step": out["replay"]["per_step"],
+            "graph_launches": out["replay"]["profiler_launches"],
+            "memory_cost": out["memory_cost"],
+        }
+        for out in results
+    }
+
+
+def join_ranks(results: list[dict], summaries: list[dict[str, dict]]) -> None:
+    """Adds `ranks`, the summary of every rank, to each variant; a problem on another rank is a problem of the variant.
+
+    Where there is a single rank nothing changes.
+    """
+    if len(summaries) == 1:
+        return
+    for out in results:
+        out["ranks"] = [one[out["name"]] for one in summaries]
+        out["peer_problem"] = next(
+            (f"rank {number}: {one['problem']}" for number, one in enumerate(out["ranks"]) if one["problem"]), None
+        )
+        out["verdict"] = verdict(out)
+
+
 def _noise(eager: Outcome, repeat: Outcome | None) -> float:
     if repeat is None or not (eager.rounds_ms and repeat.rounds_ms):
         return 0.0
@@ -175,7 +204,7 @@ def problem(out: dict) -> str | None:
         done = out["cleanup"]
         left = done["deleted"]["live_graphs_after"]
         return f"cleanup took {done['total_s']:.1f} s, exit status {done['status']}, {left} graphs left"
-    return None
+    return out.get("peer_problem")
 
 
 def verdict(out: dict) -> str:
@@ -200,6 +229,9 @@ def verdict(out: dict) -> str:
         parts.append(f"{out['speedup']['verdict']} {_ratio(out['speedup'])}")
     if out["memory_cost"] is not None:
         parts.append(f"{out['memory_cost'] / MIB:+.0f} MiB")
+    if out.get("ranks"):
+        verdicts = [one["parity"]["verdict"] if one["parity"] else "none" for one in out["ranks"]]
+        parts.append(f"parity by rank: {' '.join(verdicts)}")
     if trouble:
         parts.append(trouble)
     return ", ".join(parts)
@@ -234,8 +266,11 @@ def recommend(results: list[dict]) -> dict:
 
 
 def exit_code(results: list[dict]) -> int:
-    """0 where every variant that the rules allow works, 1 otherwise. Illegal ones are expected to fail."""
+    """0 where every variant that the rules allow works, 1 otherwise. Illegal ones are expected to fail, and eager that
+    does not repeat itself is noise to measure against."""
     for out in results:
+        if out["captured"] is None and not out["failure"]:
+            continue
         illegal = out["rules"] is not None and out["rules"]["verdict"] == "illegal"
         if problem(out) is not None and not illegal:
             return 1
@@ -293,9 +328,6 @@ def table(result: dict) -> str:
             lines.append(f"{out['name']}: {out['against_rules']}")
     for name, rule in result["skipped"].items():
         lines.append(f"{name}: not run, illegal by {', '.join(rule['codes'])} (--include-illegal runs it)")
-    for rank, problems in result["peers"].items():
-        for name, text in problems.items():
-            lines.append(f"rank {rank}, {name}: {text}")
     choice = result["recommendation"]
     lines.append(f"Recommendation: {choice['variant'] or 'none'}. {choice['why'][0].upper()}{choice['why'][1:]}.")
     return "\n".join(lines)

@@ -136,7 +136,9 @@ def legal(setup: dict, variant: Variant, environment: Mapping[str, str]) -> dict
         "rng.te_rng_tracker": True,
         # rules tell plain GPT layers from those of hybrid models, with Mamba layers or without, by this fact
         "model.has_mamba": setup["model"].startswith("hybrid"),
-        "ddp.overlap_grad_reduce": setup["overlap_grad_reduce"],
+        "ddp.overlap_grad_reduce": setup["data_parallel"]["overlap_grad_reduce"],
+        "ddp.use_distributed_optimizer": setup["data_parallel"]["distributed_optimizer"],
+        "ddp.overlap_param_gather": setup["data_parallel"]["overlap_param_gather"],
         "ddp.check_for_nan_in_grad": False,
         "ddp.grad_reduce_in_fp32": True,
     }
