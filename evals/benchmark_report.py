@@ -402,9 +402,9 @@ def gpu_evidence(results: Results) -> str:
         if path.stem.partition("-")[0] not in known:
             parts += [f"### {path.stem}", plain(results, path)]
     results.files(
-        "gpu/*-x[248]*.json",
-        "runs on two or more GPUs",
-        "torchrun --nproc-per-node 2 helpers/smoke_capture.py --sweep --tp 2",
+        "gpu/smoke-2gpu-*.json",
+        "smoke captures on two GPUs",
+        "torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu",
     )
     return "\n\n".join(parts)
 

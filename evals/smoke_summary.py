@@ -114,8 +114,7 @@ def _section(result: dict) -> str:
     size += f"{shape['microbatches']} microbatches"
     if shape["experts"]:
         size += f", {shape['experts']} experts top-{shape['top_k']}"
-    parallel = _parallel(result)
-    lines = [f"### {result['stack']}, {result['model']}, {result['precision']}{parallel}: {size}", ""]
+    lines = [f"### {result['stack']}, {result['model']}, {result['precision']}{parallel(result)}: {size}", ""]
     if quoted["busy_share"] is not None:
         lines.append(
             f"Eager step {quoted['eager_ms']} ms, GPU busy {quoted['busy_share']:.0%} of it: no graph can give more "
@@ -142,17 +141,17 @@ def _section(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _parallel(result: dict) -> str:
+def parallel(result: dict) -> str:
     """What several GPUs do, with what the environment sets; empty for one."""
-    parallel = result["parallel"]
-    if parallel["world"] == 1:
+    used = result["parallel"]
+    if used["world"] == 1:
         return ""
     sizes = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
-    parts = [f"{short}{parallel[name]}" for name, short in sizes.items() if parallel.get(name, 1) > 1]
+    parts = [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     options = ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather")
-    parts += [name for name in options if parallel.get(name)]
+    parts += [name for name in options if used.get(name)]
     parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]
-    return ", " + ", ".join([f"{parallel['world']} GPUs", *parts])
+    return ", " + ", ".join([f"{used['world']} GPUs", *parts])
 
 
 def _repeat(result: dict) -> str:

@@ -22,9 +22,10 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "helpers"))
+sys.path[:0] = [str(ROOT / "helpers"), str(ROOT / "evals")]
 
 from cudagraphs.rules import REGISTRY  # noqa: E402
+from smoke_summary import parallel  # noqa: E402
 
 CARD = ROOT / "card.yaml"
 RESULTS = ROOT / "evals" / "results"
@@ -103,7 +104,7 @@ def measured_results() -> Iterator[dict[str, Any]]:
 def smoke(path: Path, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row a variant that has a verdict of its own."""
     shape = result["shape"]
-    what = f"{result['stack']} {result['model']}, {result['precision']}, {shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}"
+    what = f"{result['stack']} {result['model']}, {result['precision']}{parallel(result)}, {shape['layers']} layers, hidden {shape['hidden']}, sequence {shape['sequence']}"
     for variant in result["variants"]:
         if variant["verdict"] == "baseline" or variant["verdict"].startswith("eager against itself"):
             continue

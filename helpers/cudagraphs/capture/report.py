@@ -169,7 +169,7 @@ def _against_rules(out: dict) -> str | None:
     """Where the GPU and the rules disagree. A drill breaks a variant on purpose and says nothing about the rules."""
     if out["captured"] is None or not out["rules"] or out["drill"]:
         return None
-    if out["failure"] and out["failure"]["kind"] not in ("refused", "capture", "assert"):
+    if out["failure"] and out["failure"]["kind"] not in ("refused", "capture", "assert", "error"):
         return None  # memory, crashes and hangs are no question of legality
     if out["rules"]["verdict"] == "legal" and not works(out):
         return f"the rules call it legal, and it does not work: {problem(out)}"
