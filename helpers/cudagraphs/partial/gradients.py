@@ -8,7 +8,8 @@ adopts or adds them, and hooks see them. Inside the graph (`accumulate_in_graph`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from torch import nn
 from cudagraphs.partial.errors import StaleGraphError
 
 use_count = torch._C._storage_Use_Count
-empty_like, grad_enabled = torch.empty_like, torch.is_grad_enabled
+grad_enabled = torch.is_grad_enabled
 foreach_clone = getattr(torch, "_foreach_clone", None)  # newer torch allocates and copies in one call
+# Allocation as compiled code does it, without the parsing of arguments, on the current device.
+raw_empty = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
+             if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")}
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -28,18 +32,35 @@ def storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
     return [(handle, use_count(handle)) for handle in sorted(handles)]
 
 
-def clone_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of all tensors, by one kernel where torch can fuse them."""
+def make_cloner(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """A function that copies all `tensors` to fresh memory, by one kernel where torch can fuse them.
+
+    Fresh from the allocator every time, and not a buffer that is written again: whoever reads the copy on another
+    stream and calls `record_stream` counts on the allocator to wait for that stream.
+    """
     if len(tensors) == 1:
-        return [tensors[0].clone()]
+        clone = tensors[0].clone
+        return lambda: [clone()]
     if foreach_clone is not None:
-        return foreach_clone(tensors)
-    copies = [empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
+        return partial(foreach_clone, tensors)
+    copies = [torch.empty_like(tensor) for tensor in tensors]  # their layout is that of a clone
+    layouts = [(tuple(copy.shape), copy.stride(), copy.dtype) for copy in copies]
+    foreach_copy_, empty = torch._foreach_copy_, raw_empty.get(tensors[0].device.type)
+    if empty is None:
+        device = tensors[0].device
+
+        def empty(size: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def clone_all() -> list[torch.Tensor]:
+        fresh = [empty(size, stride, dtype) for size, stride, dtype in layouts]
+        foreach_copy_(fresh, tensors)
+        return fresh
+
+    return clone_all
 
 
-def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], list[tuple[torch.Tensor, torch.Tensor]]]:
+def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], Sequence[tuple[torch.Tensor, torch.Tensor]]]:
     """A function that brings the incoming gradients of some trainable outputs into the static ones. It returns what has
     to be put back after the replay: memory that is also a gradient another slot handed out, and that somebody kept."""
     sinks = []
@@ -67,7 +88,21 @@ def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], list[tuple
             torch._foreach_copy_(into, values)
         return kept
 
-    return fill
+    if len(sinks) > 1:
+        return fill
+    (index, sink, pointer, stride, position), = sinks
+    copy, nothing = sink.copy_, ()
+
+    def fill_one(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        gradient = gradients[index]
+        if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
+            return nothing
+        if gradient is None or slot.sink_watch[position]:
+            return fill(gradients)
+        copy(gradient)
+        return nothing
+
+    return fill_one
 
 
 class Accumulator:
@@ -78,11 +113,8 @@ class Accumulator:
         self.buffer = torch.zeros_like(parameter, requires_grad=False)
         self.pointer = self.buffer.data_ptr()
         self._storage = self.buffer.untyped_storage()
-        self._own = use_count(self._storage._cdata)
-
-    def held(self) -> bool:
-        """Whether somebody refers to this memory."""
-        return use_count(self._storage._cdata) > self._own
+        self.handle = self._storage._cdata
+        self.own = use_count(self.handle)  # with more references than these, somebody looks at this memory
 
 
 class Accumulators:
@@ -92,22 +124,41 @@ class Accumulators:
         self.each = each
         self.parameters = [one.parameter for one in each]
         self.buffers = [one.buffer for one in each]
+        self._watch = [(one.parameter, one.pointer, one.handle, one.own) for one in each]
 
-    def accumulate(self, write: Callable[[], None], add: Callable[[], None] | None, unreached: set[int]) -> None:
+    def accumulate(self, write: Callable[[], None], add: Callable[[], None] | None, unreached: Set[int]) -> None:
         """Replay `write` or `add` so that every `.grad` holds what AccumulateGrad would have left there.
 
         Args:
             add: None where only `write` covers this pattern of incoming gradients.
             unreached: positions of parameters that no gradient flows to this time.
         """
+        # The two usual cases: every `.grad` is this memory, or none exists and nobody looks at this memory.
+        attached, absent = not unreached and add is not None, not unreached
+        for parameter, pointer, handle, own in self._watch:
+            gradient = parameter.grad
+            if gradient is None:
+                attached = False
+                absent = absent and use_count(handle) <= own
+            else:
+                absent = False
+                attached = attached and gradient.data_ptr() == pointer
+            if not (attached or absent):
+                self._accumulate_each(write, unreached)
+                return
+        if attached:
+            add()
+            return
+        write()
+        for parameter, buffer in zip(self.parameters, self.buffers):
+            parameter.grad = buffer.data
+
+    def _accumulate_each(self, write: Callable[[], None], unreached: Set[int]) -> None:
         gradients = [parameter.grad for parameter in self.parameters]
         attached = [gradient is not None and gradient.data_ptr() == one.pointer
                     for gradient, one in zip(gradients, self.each)]
-        if add is not None and all(attached) and not unreached:
-            add()
-            return
         # Memory that is .grad, or that somebody kept when it stopped being .grad, must outlive the write.
-        kept = [one.buffer.clone() if is_gradient or one.held() else None
+        kept = [one.buffer.clone() if is_gradient or use_count(one.handle) > one.own else None
                 for one, is_gradient in zip(self.each, attached)]
         write()
         for position, (one, gradient, is_gradient, value) in enumerate(zip(self.each, gradients, attached, kept)):
@@ -124,8 +175,12 @@ class Accumulators:
                 one.buffer.copy_(value)
 
 
-def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
-    """The backward replay of a slot: `(incoming gradients, leaf arguments) -> gradients of the node's arguments`."""
+def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
+    """The backward replay of a slot: `(incoming gradients, leaf arguments) -> gradients of the node's arguments`.
+
+    Static gradients leave as `.data`: a tensor of its own over the same storage, whose references tell that somebody
+    holds it.
+    """
     analysis, inputs, grad_inputs = slot.analysis, slot.inputs, slot.grad_inputs
     trainable, reaches = analysis.trainable, analysis.reaches
     wanted = [index for index, static in enumerate(inputs) if static.requires_grad]
@@ -136,10 +191,11 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
         template[place] = gradient
     to_inputs = [(place, template[place]) for place in wanted if template[place] is not None]
     to_parameters = [(place, template[place]) for place in places[len(wanted):] if template[place] is not None]
-    statics = [gradient for _, gradient in to_parameters]
     trainable_parameters = [p for p, alias in zip(slot.body.parameters, slot.body.aliases) if alias.requires_grad]
     receivers = [trainable_parameters[place - count] for place, _ in to_parameters]
-    arguments = count + slot.extra_arguments
+    clone_parameters = make_cloner([gradient for _, gradient in to_parameters]) if to_parameters else None
+    # Where every parameter gets a gradient, they are the end of the list.
+    consecutive = bool(to_parameters) and len(to_parameters) == len(template) - count
     accumulators = slot.accumulators
     receiver_reaches = [reached for reached in reaches[len(wanted):] if reached]
 
@@ -149,21 +205,28 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
     write = slot.write_graph.replay
     add = slot.add_graph.replay if slot.add_graph is not None else None
     write_all = slot.full_graph.replay if slot.full_graph is not None else write
+    blank: list[torch.Tensor | None] = [None] * (count + slot.extra_arguments)
+    missing: dict[tuple[bool, ...], tuple[frozenset[int], list[int]]] = {}
 
-    place_of_parameters = [place for place, _ in to_parameters]
-    blank: list[torch.Tensor | None] = [None] * arguments
+    def without_gradient(gradients: tuple[torch.Tensor | None, ...]) -> tuple[frozenset[int], list[int]]:
+        """What nothing flows to this time: positions among the receivers, and places among the node's arguments."""
+        arrived = tuple([gradients[index] is not None for index in trainable])
+        known = missing.get(arrived)
+        if known is None:
+            defined = {position for position, here in enumerate(arrived) if here}
+            known = missing[arrived] = (
+                frozenset(at for at, reached in enumerate(receiver_reaches) if not reached & defined),
+                [place for place, reached in zip(places, reaches) if not reached & defined])
+        return known
 
-    def launch(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def launch(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         full = False
         for index in beyond:
             if gradients[index] is not None:
                 full = True
         kept = fill_all(gradients) if full else fill_lean(gradients)
         if accumulators is not None:
-            defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
-            unreached = set() if len(defined) == len(trainable) else {
-                position for position, reached in enumerate(receiver_reaches) if not reached & defined}
-            accumulators.accumulate(write_all if full else write, None if full else add, unreached)
+            accumulators.accumulate(write_all if full else write, None if full else add, without_gradient(gradients)[0])
         elif full:
             write_all()
         else:
@@ -182,33 +245,36 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int]], tuple]:
         else:
             kept = launch(gradients)
         result = blank.copy()
-        if kept or keeps_graph():  # the same memory may be written again before these gradients are read
+        again = keeps_graph()
+        if kept or again:  # the same memory may be written again before these gradients are read
             for place, gradient in (*to_inputs, *to_parameters):
                 result[place] = gradient.clone()
         else:
             for place, gradient in to_inputs:
-                result[place] = gradient.clone() if leaves and place in leaves else gradient.detach()
-            if statics:
+                result[place] = gradient.clone() if leaves and place in leaves else gradient.data
+            if clone_parameters is not None:
                 for parameter in receivers:
                     if parameter.grad is not None:  # AccumulateGrad adds those in place
                         slot.parameters_exposed = True
                         for (place, gradient), receiver in zip(to_parameters, receivers):
-                            result[place] = gradient.clone() if receiver.grad is None else gradient.detach()
+                            result[place] = gradient.clone() if receiver.grad is None else gradient.data
                         break
-                else:  # it adopts these copies as .grad: one kernel for all parameters
-                    for place, gradient in zip(place_of_parameters, clone_all(statics)):
-                        result[place] = gradient
-        if not keeps_graph():
+                else:  # it adopts these copies as .grad
+                    if consecutive:
+                        result[count:] = clone_parameters()
+                    else:
+                        for (place, _), gradient in zip(to_parameters, clone_parameters()):
+                            result[place] = gradient
+        if not again:
             slot.ticket += 1
             slot.pending = None
-        for sink, value in kept:
-            sink.copy_(value)
+        if kept:
+            for sink, value in kept:
+                sink.copy_(value)
         for index in trainable:
             if gradients[index] is None:
-                defined = {position for position, index in enumerate(trainable) if gradients[index] is not None}
-                for place, reached in zip(places, reaches):
-                    if not reached & defined:
-                        result[place] = None
+                for place in without_gradient(gradients)[1]:
+                    result[place] = None
                 break
         return tuple(result)
 

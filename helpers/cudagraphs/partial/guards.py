@@ -110,7 +110,8 @@ class GuardBuilder:
         scope: dict[str, Any] = {"Mismatch": Mismatch, "copysign": math.copysign, "same_object": same_object,
                                  "grad_enabled": torch.is_grad_enabled, "inference": torch.is_inference_mode_enabled,
                                  "autocast": torch.is_autocast_enabled, "autocast_dtype": torch.get_autocast_dtype,
-                                 "dispatch_modes": torch._C._len_torch_dispatch_stack}
+                                 "dispatch_modes": torch._C._len_torch_dispatch_stack,
+                                 "transforms": torch._C._are_functorch_transforms_active}
         exec(compile(source, "<partial graph guard>", "exec"), scope)  # noqa: S102 - our own text
         match, explain = scope["make"](*self.constants)
         return Guard(match, explain, source)
@@ -316,6 +317,7 @@ class Ambient:
             build.check("autocast", f"torch.get_autocast_dtype({device_type!r})",
                         f"autocast_dtype({device_type!r}) is {build.constant(self.autocast_dtype)}")
         build.check("dispatch mode", "torch dispatch mode", "dispatch_modes() == 0")
+        build.check("transform", "torch.func transform", "transforms() is False")
 
 
 def training_flags(target: nn.Module) -> tuple[bool, ...]:

@@ -56,6 +56,7 @@ class Slot:
         self.sink_watch: list[list[tuple[int, int]]] = []
         self._parameter_watch: list[tuple[int, int]] = []
         self._storages: dict[int, Any] = {}
+        self._lenders = [(index, inputs[index].data_ptr(), producer) for index, producer in borrowed.items()]
         # Inputs to outputs: a sequence of tensors, or the bare tensor where there is one only.
         self.launch: Callable[[tuple[torch.Tensor, ...]], Any] = _unfinished
 
@@ -166,8 +167,8 @@ class Slot:
         """`idle`, and the memory borrowed from another slot either holds these very inputs or is idle there."""
         if not self.idle():
             return False
-        for index, producer in self.borrowed.items():
-            if tensors[index].data_ptr() != self.inputs[index].data_ptr() and not producer.idle():
+        for index, pointer, producer in self._lenders:
+            if tensors[index].data_ptr() != pointer and not producer.idle():
                 return False
         return True
 
@@ -197,7 +198,7 @@ class Slot:
         trainable = [position for position, alias in enumerate(body.aliases) if alias.requires_grad]
         if body.copied:
             self.extra_arguments = len(trainable)
-            apply = self._node().apply
+            apply = self._node()
 
             def launch(tensors: tuple[torch.Tensor, ...]) -> Any:
                 live = body.live_parameters()
@@ -211,7 +212,7 @@ class Slot:
         else:  # something must ask autograd for a node
             arguments = (torch.zeros((), device=self.outputs[0].device, requires_grad=True),)
         self.extra_arguments = len(arguments)
-        apply = self._node().apply
+        apply = self._node()
         return lambda tensors: apply(*tensors, *arguments)
 
     def _loader(self) -> Callable[[tuple[torch.Tensor, ...]], None]:
@@ -254,14 +255,14 @@ class Slot:
 
         return load
 
-    def _node(self) -> type[torch.autograd.Function]:
-        """The autograd node of this slot. It saves nothing: what backward needs is in the static buffers."""
+    def _node(self) -> Callable[..., Any]:
+        """Apply the autograd node of this slot. It saves nothing: what backward needs is in the static buffers."""
         slot, load, backward = self, self._loader(), make_backward(self)
-        replay, outputs = self.forward_graph.replay, self.outputs
+        replay, outputs, reference = self.forward_graph.replay, self.outputs, weakref.ref
         plain = [index for index in range(len(outputs)) if index not in self.analysis.trainable]
         watched = [outputs[index] for index in self.analysis.saved_outputs]
-        borrowed = [(index, self.inputs[index].data_ptr(), index in self.analysis.saved_inputs)
-                    for index in self.borrowed]
+        borrowed = [(index, pointer, self.inputs[index]) for index, pointer, _ in self._lenders]
+        read = [at for at, (index, _, _) in enumerate(borrowed) if index in self.analysis.saved_inputs]
         wanted = [index for index, static in enumerate(self.inputs) if static.requires_grad]
         only = outputs[0] if len(outputs) == 1 else None
 
@@ -271,9 +272,8 @@ class Slot:
                 load(tensors)
                 replay()
                 ctx.set_materialize_grads(False)
-                slot.pending = weakref.ref(ctx)
-                slot.ticket += 1
-                ctx.ticket = slot.ticket
+                slot.pending = reference(ctx)
+                slot.ticket = ctx.ticket = slot.ticket + 1
                 # A leaf adopts its gradient as .grad, and would keep the slot taken with it.
                 ctx.leaves = None
                 for index in wanted:
@@ -281,14 +281,23 @@ class Slot:
                         ctx.leaves = [index, *(ctx.leaves or ())]
                 if borrowed:
                     # The producer of this memory stays taken while our backward may read it.
-                    ctx.held = [tensors[index] if tensors[index].data_ptr() == pointer else slot.inputs[index].detach()
-                                for index, pointer, _ in borrowed]
-                    ctx.held_versions = [held._version for held, (_, _, saved) in zip(ctx.held, borrowed) if saved]
+                    ctx.held = held = []
+                    for index, pointer, static in borrowed:
+                        tensor = tensors[index]
+                        held.append(tensor if tensor.data_ptr() == pointer else static.detach())
+                    if read:
+                        ctx.held_versions = [held[at]._version for at in read]
+                # Outputs leave as tensors of their own over the static memory; `detach` shares the version, which tells
+                # of changes in place, `data` is cheaper.
                 if watched:
                     ctx.versions = [output._version for output in watched]
+                    results = tuple([output.detach() for output in outputs])
+                elif only is not None:
+                    return only.data
+                else:
+                    results = tuple([output.data for output in outputs])
                 if only is not None:
-                    return only.detach()
-                results = tuple([output.detach() for output in outputs])
+                    return results[0]
                 if plain:
                     ctx.mark_non_differentiable(*[results[index] for index in plain])
                 return results
@@ -300,15 +309,17 @@ class Slot:
                                           "its buffers were reused; pass retain_graph=True to the first backward")
                 if watched and ctx.versions != [output._version for output in watched]:
                     raise StaleGraphError(f"{slot.name}: an output that backward needs was changed in place")
-                if borrowed and ctx.held_versions != [
-                        held._version for held, (_, _, saved) in zip(ctx.held, borrowed) if saved]:
+                if read and ctx.held_versions != [ctx.held[at]._version for at in read]:
                     raise StaleGraphError(f"{slot.name}: an input that backward needs was changed in place")
                 result = backward(gradients, ctx.leaves)
                 if borrowed and slot.pending is None:
                     ctx.held = ()
                 return result
 
-        return Replay
+        # Straight to the C++ sides: Python's `apply` of both classes only looks for transforms of torch.func, which the
+        # guards exclude, and for other ways to define a node.
+        Replay._backward_cls.apply = Replay.backward
+        return super(torch.autograd.Function, Replay).apply
 
     def reset(self) -> None:
         """Free the graphs. Safe to call again; the slot must not be replayed afterwards."""
@@ -319,7 +330,7 @@ class Slot:
         self.ticket += 1
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
         self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
-        self.borrowed, self.accumulators, self.pending = {}, None, None
+        self.borrowed, self._lenders, self.accumulators, self.pending = {}, [], None, None
 
 
 def _unfinished(*_: Any) -> Any:
