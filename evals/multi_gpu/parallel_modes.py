@@ -129,7 +129,7 @@ def fsdp2(place: Place, *, reshard_after_forward: bool, reduce_every_microbatch:
 
 
 def pipeline(place: Place, *, schedule: str) -> Twin:
-    """One stage a rank. The first keeps as many microbatches in flight as there are stages ("1F1B"), or all ("GPipe")."""
+    """One stage a rank. The first keeps one microbatch a stage in flight ("1F1B"), or all of them ("GPipe")."""
     rank, world = place.rank, place.world
     part = model(place)[rank * BLOCKS // world : (rank + 1) * BLOCKS // world]
     kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]

@@ -27,6 +27,7 @@ Exit codes: 0 every variant is equal and replayed on every rank, 1 not so, 2 usa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -152,10 +153,9 @@ def is_good(row: dict[str, Any]) -> bool:
     """Equal to eager, replayed, by real launches, and under DDP averaged."""
     if "error" in row or not row["bitwise_equal"]:
         return False
-    averaging = row.get("averaging")
-    if averaging is not None and not (averaging["own_gradients_differ_between_ranks"]
-                                      and averaging["equal_on_all_ranks"]
-                                      and averaging["largest_difference_to_mean"] <= 1e-6 * averaging["largest_gradient"]):
+    mean = row.get("averaging")
+    if mean is not None and not (mean["own_gradients_differ_between_ranks"] and mean["equal_on_all_ranks"]
+                                 and mean["largest_difference_to_mean"] <= 1e-6 * mean["largest_gradient"]):
         return False
     return row["counters"]["replayed"] > 0 and row["launches_in_one_step"]["graph_launches"] > 0
 
@@ -166,10 +166,11 @@ def describe(device_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__,
                                 "cuda": torch.version.cuda, "nccl": None}
     if device_type == "cuda":
-        asked = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-                               capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
-        gpu, _, driver = asked[0].partition(", ") if asked else (None, "", None)
-        machine.update(gpu=gpu, gpus=torch.cuda.device_count(), driver=driver)
+        machine["gpus"] = torch.cuda.device_count()
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError, ValueError):
+            asked = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+                                   capture_output=True, text=True, timeout=20, check=True).stdout
+            machine["gpu"], machine["driver"] = asked.splitlines()[0].rsplit(", ", 1)
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return machine, versions
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""partial_parallel.py with variants that go wrong on purpose; see test_partial_parallel.py. Forked ranks see them too."""
+"""partial_parallel.py with variants that go wrong on purpose, for test_partial_parallel.py. Forked ranks have them."""
 
 import os
 import sys
