@@ -54,8 +54,10 @@ def test_every_variant_is_equal_and_replayed_on_both_ranks(healthy):
             assert row["bitwise_equal"] and row["largest_difference"] == 0.0, name
             losses = MICROBATCHES if variant["mode"] != "pipeline" or row["rank"] == 1 else 0
             assert row["compared_tensors"] == STEPS * (2 * 6 * blocks + losses)
-            assert row["counters"] == {"captured": blocks, "fallback": 0, "reasons": {},
-                                       "replayed": blocks * MICROBATCHES * (STEPS - 1)}
+            counters = dict(row["counters"])
+            # up to torch 2.11 a pipeline stage also asks for its output's shape without gradients in the first step
+            assert counters.pop("captured") in ([blocks, 2 * blocks] if variant["mode"] == "pipeline" else [blocks])
+            assert counters == {"replayed": blocks * MICROBATCHES * (STEPS - 1), "fallback": 0, "reasons": {}}
             chains = 1 if name == "ddp-merged" else blocks
             assert row["launches_in_one_step"] == {"replayed_calls": blocks * MICROBATCHES,
                                                    "graph_launches": 2 * chains * MICROBATCHES}
