@@ -55,7 +55,7 @@ def test_every_variant_is_equal_and_replayed_on_both_ranks(healthy):
             losses = MICROBATCHES if variant["mode"] != "pipeline" or row["rank"] == 1 else 0
             assert row["compared_tensors"] == STEPS * (2 * 6 * blocks + losses)
             counters = dict(row["counters"])
-            # in torch 2.11, not in 2.13, a pipeline stage asks for its shapes with a call without gradients in the first step
+            # in torch 2.11, not in 2.13, a stage asks for its shapes with a call without gradients in the first step
             assert counters.pop("captured") in ([blocks, 2 * blocks] if variant["mode"] == "pipeline" else [blocks])
             assert counters == {"replayed": blocks * MICROBATCHES * (STEPS - 1), "fallback": 0, "reasons": {}}
             chains = 1 if name == "ddp-merged" else blocks
