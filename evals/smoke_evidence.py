@@ -98,6 +98,29 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--variant",
         "local:attn+moe_router+moe_preprocess",
     ),
+    # for other environments: --suffix, with PYTORCH_CUDA_ALLOC_CONF and NCCL_GRAPH_REGISTER set
+    "smoke-mcore-dense-scopes-launch": ("--stack", "megatron-core", "--include-illegal", *_DENSE),
+    "smoke-mcore-dense-overlap-launch": (
+        "--stack",
+        "megatron-core",
+        "--overlap-grad-reduce",
+        "--distributed-optimizer",
+        "--overlap-param-gather",
+        *_DENSE,
+    ),
+    "smoke-mcore-dense-long-launch": (
+        "--stack",
+        "megatron-core",
+        "--long",
+        "500",
+        "--rounds",
+        "2",
+        "--variant",
+        "transformer_engine:attn+mlp",
+        "--variant",
+        "full_iteration",
+    ),
+    "smoke-recipe-moe": ("--recipe", "evals/cases/migrate-04-to-06/workspace/recipe.py"),
     "smoke-te-bf16-launch": ("--stack", "transformer-engine"),
     "smoke-te-fp8-launch": ("--stack", "transformer-engine", "--precision", "fp8-delayed"),
     "smoke-torch-launch": ("--stack", "torch", "--sweep"),
@@ -197,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if world not in (1, 2):
         parser.error(f"there are runs for one GPU and for two, not for {world}")
+    args.out = args.out.resolve()
+    os.chdir(Path(__file__).resolve().parents[1])  # recipes are named from the project's root
     args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--revision", args.revision) if args.revision else ()
     if args.rounds:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
-# What several GPUs are run with and without.
+# What runs are made with and without.
 _ALLOCATION = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
 _HEAD = (
     "Variant",
@@ -136,22 +136,25 @@ def _section(result: dict) -> str:
     lines += [
         "",
         f"From `{result['file']}`, {result['machine'].get('gpu', 'CPU')}, {result['date'][:10]}, {versions}:",
-        f"`{result['command']}`",
+        f"`{_environment(result)}{result['command']}`",
     ]
     return "\n".join(lines)
 
 
 def parallel(result: dict) -> str:
-    """What several GPUs do, with what the environment sets; empty for one."""
+    """What several GPUs do, and what the environment and the options set; empty where there is nothing to say."""
     used = result["parallel"]
-    if used["world"] == 1:
-        return ""
     sizes = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
-    parts = [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     options = ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather")
+    parts = [f"{used['world']} GPUs"] if used["world"] > 1 else []
+    parts += [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     parts += [name for name in options if used.get(name)]
     parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]
-    return ", " + ", ".join([f"{used['world']} GPUs", *parts])
+    return "".join(f", {part}" for part in parts)
+
+
+def _environment(result: dict) -> str:
+    return "".join(f"{name}={value} " for name, value in sorted(result["environment"].items()) if name in _ALLOCATION)
 
 
 def _repeat(result: dict) -> str:
