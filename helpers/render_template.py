@@ -18,7 +18,8 @@ Output: the text on stdout, or in the file that --output names; with --json one 
 Exit codes:
     0  rendered
     1  refused: the versions reject the settings; nothing was written
-    2  usage: an unknown template or variable, a value outside its domain, a recipe that cannot be read
+    2  usage: an unknown template or variable, a value outside its domain, a recipe that cannot be read, an --output file
+       that holds something else (--force replaces it)
     3  a fault of this helper
 """
 
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--function", metavar="NAME", help="which run of the recipe")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of to stdout")
+    parser.add_argument("--force", action="store_true", help="replace what --output names, whatever it holds")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     cli.add_version_flags(parser)
     return parser
@@ -136,7 +138,11 @@ def render(arguments: argparse.Namespace) -> int:
     if blocking:
         raise rendering.Refused("; ".join(f"{finding.code} {finding.message}" for finding in blocking))
     if arguments.output is not None:
-        write_atomically(arguments.output, text.encode("utf-8"))
+        data = text.encode("utf-8")
+        # a rendered script is there to be edited: what somebody made of it is not overwritten by accident
+        if arguments.output.is_file() and not arguments.force and arguments.output.read_bytes() != data:
+            raise cli.UsageError(f"{arguments.output}: holds something else; give another --output, or --force to replace it")
+        write_atomically(arguments.output, data)
         if template.suffix == ".sh":
             os.chmod(arguments.output, 0o755)
     if arguments.json:

@@ -347,6 +347,17 @@ def test_output_is_an_executable_file_and_nothing_on_refusal(capsys, tmp_path):
     assert path.read_text().startswith("#!/bin/bash\n#SBATCH")
 
 
+def test_what_somebody_made_of_a_rendered_file_stays(capsys, tmp_path):
+    path = tmp_path / "job.sh"
+    rendered(capsys, "slurm-batch", "--output", str(path))
+    rendered(capsys, "slurm-batch", "--output", str(path))  # the same text again
+    path.write_text("mine\n")
+    code, error = refused(capsys, "slurm-batch", "--output", str(path))
+    assert code == 2 and "--force" in error and path.read_text() == "mine\n"
+    rendered(capsys, "slurm-batch", "--output", str(path), "--force")
+    assert path.read_text().startswith("#!/bin/bash")
+
+
 def test_list_names_every_variable(capsys):
     text = rendered(capsys, "--list")
     listed = json.loads(rendered(capsys, "--list", "--json"))
