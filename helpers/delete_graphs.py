@@ -96,8 +96,8 @@ def install(limit: float = DEFAULT_LIMIT_S, report: str | None = None) -> None:
 
     Signals (SIGTERM, SIGINT, SIGUSR1, SIGUSR2): a handler that the program has set, before or after, decides alone;
     where there is none the main thread unwinds as for sys.exit(), graphs are deleted, and the process dies by the
-    signal. A main thread that is stuck (in a collective, say) is freed after half of the limit: graphs are deleted and
-    communicators aborted from a thread. Ignored signals stay ignored. Also: sys.excepthook, atexit (before callbacks
+    signal. A main thread that is stuck (in a collective, say) is freed after a quarter of the limit: graphs are deleted
+    and communicators aborted from a thread. Ignored signals stay ignored. Also: sys.excepthook, atexit (before callbacks
     registered earlier, torch's included), destroy_process_group() and abort of all groups. With peers, a
     destroy_process_group() in a finally or except block of an error becomes an abort: peers in a collective would make
     it wait for ever. From another thread than the main one everything but the signals is put in place. A forked child

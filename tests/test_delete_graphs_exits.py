@@ -271,8 +271,8 @@ def test_groups_made_again_after_such_an_abort_are_destroyed(site):
 
 @pytest.mark.parametrize("what", ["sys.exit(0)", "sys.exit()", "next(iter(()))"])
 def test_destroy_after_an_orderly_end_stays_a_destroy(site, what):
-    script = FINALLY.format(what=what).replace("stuck=True", "").replace("finally:", "except (SystemExit, StopIteration):")
-    assert site.run(with_graph(script))[0] == 0
+    script = FINALLY.replace("stuck=True", "").replace("finally:", "except (SystemExit, StopIteration):")
+    assert site.run(with_graph(script.format(what=what)))[0] == 0
     assert site.events()[:2] == ["reset graph", "destroy None"]
 
 
@@ -338,6 +338,21 @@ def test_cleanup_code_of_the_program_runs_on_a_signal(site):
     """)
     code, out, _ = site.run(script)
     assert (code, out) == (-signal.SIGTERM, "saved\n") and site.events()[0] == "reset graph"
+
+
+def test_cleanup_code_keeps_its_graphs_for_half_of_the_limit(site):
+    """Longer than a main thread that does not react at all."""
+    script = with_graph("""
+        import os, signal, time
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            time.sleep(2.2)
+            graph.pool()
+            print("saved", flush=True)
+    """)
+    code, out, _ = site.run(script, options=("--limit", "6"))
+    assert (code, out) == (-signal.SIGTERM, "saved\n")
 
 
 def test_keyboard_interrupt_may_be_caught(site):

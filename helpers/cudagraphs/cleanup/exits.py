@@ -24,6 +24,9 @@ DEFAULT_LIMIT_S = 8.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # An orderly end may be slow on a busy machine, and cutting it makes a failure of a run that succeeded.
 ORDERLY_FACTOR = 4
+# After a signal: the share of the limit that a main thread has to react, before it counts as stuck in a collective;
+# once it has reacted, the program's own cleanup has more.
+_STUCK_SHARE, _UNWINDING_SHARE = 0.25, 0.5
 _RESCUE_LOCK_S = 0.5
 _ABORT_LOCK_S = 1.0  # how long to wait for an abort that the other thread is in
 _LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
@@ -135,7 +138,9 @@ class Exits:
     def _arm_signal(self, signum: int) -> None:
         if signum not in self._signal_tokens:
             name = signal.Signals(signum).name
-            self._signal_tokens[signum] = self.watchdog.arm(self.limit, f"leaving on {name}", 128 + signum)
+            self._signal_tokens[signum] = self.watchdog.arm(
+                self.limit, f"leaving on {name}", 128 + signum, rescue_share=_STUCK_SHARE
+            )
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Light: decides who acts on the signal. The deletion happens when the main thread has unwound."""
@@ -155,10 +160,11 @@ class Exits:
             raise KeyboardInterrupt
         self.signum, self.fault = signum, True
         self._arm_signal(signum)
+        self.watchdog.move_rescue(self._signal_tokens[signum], _UNWINDING_SHARE)
         raise SignalExit(signum)
 
     def _rescue(self) -> None:
-        """Half of the time is gone: delete and abort from this thread, to free a main thread stuck in a collective."""
+        """Much of the time is gone: delete and abort from this thread, to free a main thread stuck in a collective."""
         self.fault = self.fault or bool(self._signal_tokens)
         try:
             self._delete(lock_timeout=_RESCUE_LOCK_S)
@@ -273,7 +279,7 @@ class Exits:
 
 
 def _failing() -> bool:
-    """Whether this thread is in a finally or except block of an error: not of the end of an iterator or of sys.exit(0)."""
+    """Whether this thread is in a finally or except block of an error; sys.exit(0) and an iterator's end are none."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)

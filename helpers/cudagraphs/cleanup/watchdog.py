@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline of a teardown: half way a rescue, at the end stacks, culprit and exit.
+"""The deadline of a teardown: on the way a rescue, at the end stacks, culprit and exit.
 
 Three layers, because a hung teardown may hold the interpreter lock or outlive the interpreter:
-  1. a thread: at half the time it starts the rescue, at the deadline it dumps the stacks of all threads, says which
-     object keeps graphs alive, and leaves with os._exit(status);
+  1. a thread: at a share of the time it starts the rescue, at the deadline it dumps the stacks of all threads, says
+     which object keeps graphs alive, and leaves with os._exit(status);
   2. faulthandler's own thread, which needs no interpreter lock, dumps the stacks half a second later;
   3. SIGALRM with its default action one second later: the kernel ends the process, shell status 142. It is also what
      ends a hang in a C++ destructor after Python is gone. Left out where the program uses SIGALRM itself.
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXIT_TEARDOWN_HUNG = 75
 _DUMP_AFTER_S = 0.5
@@ -31,6 +31,7 @@ _STDERR = 2
 class Deadline:
     """When (time.monotonic() seconds) to leave, with which exit status, and the words that say why."""
 
+    armed_at: float
     at: float
     rescue_at: float
     reason: str
@@ -40,7 +41,7 @@ class Deadline:
 class Watchdog:
     """Deadlines of one process, the earliest first. Threads may arm and disarm at any time.
 
-    rescue: called once for a deadline, in a thread of its own, when half of its time is gone.
+    rescue: called once for a deadline, in a thread of its own, when a share of its time is gone.
     explain: gives the lines that say which object keeps graphs alive.
     """
 
@@ -54,12 +55,15 @@ class Watchdog:
         # Started here, not when it is needed: a thread cannot be started while the interpreter is going down.
         threading.Thread(target=self._run, name="cuda-graph-watchdog", daemon=True).start()
 
-    def arm(self, seconds: float, reason: str, status: int = EXIT_TEARDOWN_HUNG) -> int:
-        """Leave with `status` in `seconds` unless disarm() is called with the returned token."""
+    def arm(self, seconds: float, reason: str, status: int = EXIT_TEARDOWN_HUNG, rescue_share: float = 0.5) -> int:
+        """Leave with `status` in `seconds` unless disarm() is called with the returned token.
+
+        rescue_share: the part of the time after which the rescue starts.
+        """
         now = time.monotonic()
         with self._changed:
             token = next(self._tokens)
-            self._deadlines[token] = Deadline(now + seconds, now + seconds / 2, reason, status)
+            self._deadlines[token] = Deadline(now, now + seconds, now + rescue_share * seconds, reason, status)
             self._set_backstop()
             self._changed.notify()
         return token
@@ -69,6 +73,14 @@ class Watchdog:
         with self._changed:
             if self._deadlines.pop(token, None) is not None:
                 self._set_backstop()
+                self._changed.notify()
+
+    def move_rescue(self, token: int, rescue_share: float) -> None:
+        """Start a rescue that has not started at another share of the time; unknown tokens are ignored."""
+        with self._changed:
+            if (deadline := self._deadlines.get(token)) is not None:
+                moved = deadline.armed_at + rescue_share * (deadline.at - deadline.armed_at)
+                self._deadlines[token] = replace(deadline, rescue_at=moved)
                 self._changed.notify()
 
     def _set_backstop(self) -> None:
