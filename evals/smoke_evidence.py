@@ -6,6 +6,7 @@ Usage:
   python evals/smoke_evidence.py --out evals/results/gpu
   python evals/smoke_evidence.py --out results --only smoke-mcore-dense-launch smoke-drill-sync
   torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu
+  python evals/multi_gpu/share_gpu.py -- evals/smoke_evidence.py --out results --suffix -shared --more "--layers 4"
 
 Runs follow one another and share the imports of their stack; the first run of a stack pays for them, as a user does.
 Under torchrun these are the runs for two GPUs. `--suffix TEXT` ends the files' names, for a run in another environment.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -215,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(runs), metavar="RUN", default=list(runs))
     parser.add_argument("--suffix", default="", help="ends the names of the files")
     parser.add_argument("--rounds", type=int, help="timing rounds of every run, where fewer are enough")
+    parser.add_argument("--more", default="", metavar="WORDS", help="further arguments of every run, as one text")
     parser.add_argument("--revision", help="passed on to smoke_capture.py")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
@@ -226,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     extra = ("--revision", args.revision) if args.revision else ()
     if args.rounds:
         extra += ("--rounds", str(args.rounds))
+    extra += tuple(shlex.split(args.more))
     launchers = smoke_capture.Launchers()
     done = []
     try:

@@ -146,7 +146,10 @@ def parallel(result: dict) -> str:
     used = result["parallel"]
     sizes = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "expert": "EP"}
     options = ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather")
-    parts = [f"{used['world']} GPUs"] if used["world"] > 1 else []
+    parts = []
+    if used["world"] > 1:
+        shared = 0 < used.get("gpus", 0) < used["world"]
+        parts.append(f"{used['world']} ranks on {used['gpus']} GPU (no times)" if shared else f"{used['world']} GPUs")
     parts += [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     parts += [name for name in options if used.get(name)]
     parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]

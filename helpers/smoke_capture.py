@@ -436,6 +436,7 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     lock.close()
     results = report.assess(outcomes, jobs, rules, args.exit_limit)
     report.join_ranks(results, here.agree("verdicts", report.summary(results)))
+    gpus = len(set(here.agree("gpu", probe.get("uuid"))) - {None})
     here.leave()
     versions = {"python": platform.python_version(), **found}
     versions |= {name: probe[name] for name in ("torch_cuda", "cudnn", "nccl") if name in probe}
@@ -455,7 +456,7 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
         "shape": setup["shape"],
         "config": setup["config"],
         "pattern": setup["pattern"],
-        "parallel": {**setup["parallel"], **setup["data_parallel"], "world": here.world},
+        "parallel": {**setup["parallel"], **setup["data_parallel"], "world": here.world, "gpus": gpus},
         "changes": setup["changes"],
         "environment": _graph_environment(),
         "variants": results,
@@ -487,6 +488,7 @@ def _graph_environment() -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF",
         "PYTORCH_ALLOC_CONF",
         "NCCL_GRAPH_REGISTER",
+        "NCCL_HOSTID",
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "NVTE_FUSED_ATTN",
         "NVTE_FLASH_ATTN",

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import share_gpu
 import torch
 import torch.distributed as dist
 from parallel_modes import VARIANTS, Place, Twin, Variant, batches, loss_of, model
@@ -61,14 +62,17 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def prepare(rank: int, device_type: str) -> torch.device:
+def prepare(rank: int, ranks: int, device_type: str) -> torch.device:
     """Kernels that give the same bits twice, so that a difference is ours; and the device of this rank."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
     if device_type == "cpu":
         torch.set_num_threads(1)
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    gpus = torch.cuda.device_count()
+    if gpus < ranks:  # the launcher was asked to share
+        os.environ.update(share_gpu.environment(rank))
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     torch.empty(1, device=device)  # makes the CUDA context
     return device
@@ -199,7 +203,7 @@ def work(name: str, rank: int, world: int, device_type: str, hidden: int, scratc
     row: dict[str, Any] = {"rank": rank}
     stage = ["device"]
     try:
-        device = prepare(rank, device_type)
+        device = prepare(rank, world, device_type)
         ready.set()
         while not turn.wait(1.0):
             if not multiprocessing.parent_process().is_alive():

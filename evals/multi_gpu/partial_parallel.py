@@ -4,6 +4,7 @@
 
 Usage:
     python3 evals/multi_gpu/partial_parallel.py --output FILE [--variants ddp fsdp2-keep ...] [--revision REV]
+    python3 evals/multi_gpu/partial_parallel.py --output FILE --share-gpu     # both ranks on one GPU, see share_gpu.py
     python3 evals/multi_gpu/partial_parallel.py --output FILE --device cpu    # stand-in graphs of the tests, gloo
 
 Start it with plain python3, not with torchrun: it starts two processes for each variant itself, one a GPU, because a
@@ -201,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",
                         help=f"of {', '.join(VARIANTS)}; all unless given")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--share-gpu", action="store_true", help="let the ranks share one GPU, where there is only one")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for everything (default 90)")
     parser.add_argument("--variant-limit", type=float, default=25.0, help="seconds for one variant (default 25)")
@@ -213,8 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--hidden must be at least 1, got {arguments.hidden}")
     if not arguments.output.parent.is_dir():
         parser.error(f"--output: there is no directory {arguments.output.parent}")
-    if arguments.device == "cuda" and torch.cuda.device_count() < RANKS:
-        print(f"partial_parallel: needs {RANKS} GPUs, found {torch.cuda.device_count()}", file=sys.stderr)
+    if arguments.device == "cuda" and torch.cuda.device_count() < (1 if arguments.share_gpu else RANKS):
+        print(f"partial_parallel: needs {RANKS} GPUs, found {torch.cuda.device_count()}; --share-gpu does with one", file=sys.stderr)
         return 4
     if arguments.device == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -187,6 +187,7 @@ def test_the_table_has_a_row_and_a_verdict_for_each_variant():
         "stack": "torch",
         "model": "dense",
         "precision": "bf16",
+        "parallel": {"world": 2, "gpus": 1},
         "changes": ["layers 32 -> 8"],
         "variants": results,
         "skipped": {"local:moe": ILLEGAL},
@@ -209,6 +210,7 @@ def test_the_table_has_a_row_and_a_verdict_for_each_variant():
         "busy 40% of an eager step",
         "local:moe: not run, illegal by CG105",
         "parity by rank: bitwise bitwise",
+        "2 ranks share 1 GPU",
         "Recommendation: v.",
         "8 experts top-2",
     ):

@@ -31,8 +31,9 @@ def probe() -> dict:
     if not torch.cuda.is_available():
         return {**out, "error": "torch.cuda.is_available() is False"}
     torch.cuda.init()
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:

@@ -285,6 +285,9 @@ def table(result: dict) -> str:
         + ", ".join(f"{name} {number}" for name, number in versions.items() if number),
         f"{result['stack']}, {result['model']}, {result['precision']}, " + _shape(result["shape"]),
     ]
+    ranks = result["parallel"]
+    if 0 < ranks["gpus"] < ranks["world"]:
+        lines.append(f"{ranks['world']} ranks share {ranks['gpus']} GPU and wait for each other's turns: times say nothing")
     lines += [f"scaled down: {change}" for change in result["changes"]]
     lines.append("")
     head = (
