@@ -134,6 +134,18 @@ class NothingMode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_transforms_of_torch_func_run_eagerly():
+    module = Flexible()
+    manager, _ = capture(module, ones())
+    batch = torch.arange(24.0).reshape(3, 2, 4)
+    mapped = torch.func.vmap(module)(batch)
+    assert torch.allclose(mapped, torch.stack([module(x) for x in batch]))
+    assert torch.equal(torch.func.grad(lambda x: module(x).sum())(batch[0]),
+                       torch.autograd.functional.jacobian(lambda x: module(x).sum(), batch[0]))
+    assert manager.fallback_reasons()["transform"] == 1
+    manager.close()
+
+
 def replace(path, value):
     """Rebind what a dotted path names; numbers index into containers, the last parent may be a parameter."""
     def change(module, backend):

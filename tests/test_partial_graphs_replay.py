@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from cudagraphs.partial import gradients
 from fake_graphs import FakeBackend
 from partial_graphs import PartialCudaGraphManager, StaleGraphError
 from torch import nn
@@ -132,7 +133,11 @@ def test_gradients_accumulate_onto_those_of_earlier_steps():
     assert pair.stats()["fallback"] == 0
 
 
-def test_a_first_gradient_is_never_the_static_buffer():
+@pytest.mark.parametrize("way", ["foreach", "allocated raw", "allocated"])
+def test_a_first_gradient_is_never_the_static_buffer(way, monkeypatch):
+    if way != "foreach":  # releases of torch without _foreach_clone
+        monkeypatch.setattr(gradients, "foreach_clone", None)
+        monkeypatch.setattr(gradients, "raw_empty", gradients.raw_empty if way == "allocated raw" else {})
     pair = Pair(Model(), "layers.*", train)
     pair.same(lambda model: train(model, 1))
     kept = [parameter.grad for parameter in pair.graphed.parameters()]
@@ -140,6 +145,21 @@ def test_a_first_gradient_is_never_the_static_buffer():
     pair.same(lambda model: train(model, 2))
     assert_same(values, kept)
     assert pair.stats()["fallback"] == 0
+
+
+@pytest.mark.parametrize("way", ["foreach", "allocated raw", "allocated"])
+def test_copies_of_gradients_have_the_layout_of_clones(way, monkeypatch):
+    if way != "foreach":
+        monkeypatch.setattr(gradients, "foreach_clone", None)
+        monkeypatch.setattr(gradients, "raw_empty", gradients.raw_empty if way == "allocated raw" else {})
+    tensors = [torch.randn(3, 4), torch.randn(3, 4).t(), torch.randn(4).expand(3, 4), torch.randn(6, 4)[::2],
+               torch.randn(()), torch.randn(0, 2), torch.randn(3, dtype=torch.float64)]
+    copies, again = gradients.make_cloner(tensors)(), gradients.make_cloner(tensors)()
+    for tensor, copy, other in zip(tensors, copies, again, strict=True):
+        expected = tensor.clone()
+        assert (copy.dtype, copy.shape, copy.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert torch.equal(copy, expected)
+        assert not copy.numel() or len({one.data_ptr() for one in (tensor, copy, other)}) == 3
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -153,6 +173,7 @@ def test_a_mixture_of_missing_and_present_gradients(hooked):
     def run(model):
         train(model, 1)
         model.layers[1].up.weight.grad = None
+        next(model.layers[0].parameters()).grad = None
         return train(model, 2, clear=False) + train(model, 3, clear=False)
 
     pair.same(run)

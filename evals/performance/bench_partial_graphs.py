@@ -11,6 +11,10 @@ Measures an attention block, a parameterless router and a stack of 24 transforme
 and are timed in turn, round by round, in an order shuffled each round; a sample is `--calls` calls issued without
 waiting, then a synchronisation that is not counted. Memory is measured in one process a peer.
 
+What each technique gains is the difference, within a round, to a peer that lacks it: guards whose checks are evaluated
+one by one, neighbours that copy, entries that are not merged, gradients that autograd accumulates. A node of autograd
+that only hands out tensors shows what any capture of forward and backward pays to autograd.
+
 Output: one JSON object with `schema_version`, raw samples included; a table on stderr.
 Exit codes: 0 measured, 2 usage, 4 no usable GPU.
 """
@@ -40,6 +44,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
+from cudagraphs.partial import guards
 from partial_graphs import PartialCudaGraphManager
 
 SEED = 20261130
@@ -162,6 +167,35 @@ def without_sharing(manager: PartialCudaGraphManager) -> None:
             signature.sources = [None] * len(signature.sources)
 
 
+def one_by_one(make: Callable[[], Peer]) -> Peer:
+    """A peer whose guards evaluate every check by itself instead of running one compiled function."""
+    build = guards.GuardBuilder.build
+
+    def build_slow(builder: guards.GuardBuilder) -> guards.Guard:
+        guard = build(builder)
+        names = {**guard.match.__globals__, **{f"c{index}": value for index, value in enumerate(builder.constants)}}
+        steps = [(kind, name, compile(expression, "<check>", "eval")) for kind, name, _, expression in builder.steps]
+        tensors = list(builder.tensors)
+
+        def match(args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...] | None:
+            bound = {"args": args, "kwargs": kwargs}
+            for kind, name, code in steps:
+                value = eval(code, names, bound)  # noqa: S307 - the guard's own text
+                if kind == "bind":
+                    bound[name] = value
+                elif not value:
+                    return None
+            return tuple([bound[name] for name in tensors])
+
+        return guards.Guard(match, guard.explain, guard.source)
+
+    guards.GuardBuilder.build = build_slow
+    try:
+        return make()
+    finally:
+        guards.GuardBuilder.build = build
+
+
 def _recorded(kind: str, modules: nn.ModuleList, manager: object, record: bool = False,
               prepare: Callable | None = None) -> Peer:
     if record:
@@ -177,6 +211,31 @@ def _recorded(kind: str, modules: nn.ModuleList, manager: object, record: bool =
     manager.capture()
     peer.manager = manager
     return peer
+
+
+def bare_nodes(kind: str) -> Peer:
+    """A node of autograd for each module that computes nothing: it hands out tensors made beforehand."""
+    modules = fresh(kind)
+    x = sample_input(kind)
+
+    def replace(module: nn.Module) -> None:
+        parameters = tuple(module.parameters())
+        out, gradients = first(module(x)).detach(), [torch.zeros_like(x), *map(torch.zeros_like, parameters)]
+
+        class Bare(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, *tensors: torch.Tensor) -> torch.Tensor:
+                return out.detach()
+
+            @staticmethod
+            def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple([gradient.detach() for gradient in gradients])
+
+        module.forward = lambda value: Bare.apply(value, *parameters)
+
+    for module in modules:
+        replace(module)
+    return Peer(list(modules), modules.parameters(), lambda: None)
 
 
 def raw_replay(kind: str) -> Peer:
@@ -220,13 +279,26 @@ PEERS: dict[str, Callable[[str], Peer]] = {
     "AutoModel manager": automodel,
     "ours": ours,
     "ours, accumulate in graph": lambda kind: ours(kind, accumulate_in_graph=True),
+    "ours, checks one by one": lambda kind: one_by_one(lambda: ours(kind)),
+    "bare autograd nodes": bare_nodes,
     "raw replay": raw_replay,
 }
+UNCHECKED = ("bare autograd nodes", "raw replay")  # their results mean nothing
 STACK_PEERS: dict[str, Callable[[str], Peer]] = {
     "ours, neighbours copy": lambda kind: ours(kind, without_sharing),
     "ours, merged": lambda kind: ours(kind, merge=True),
     "ours, merged, accumulate in graph": lambda kind: ours(kind, merge=True, accumulate_in_graph=True),
 }
+# Technique: (the peer that has it, the same without it).
+TECHNIQUES = {
+    "guards compiled per entry": ("ours", "ours, checks one by one"),
+    "producers write into static inputs": ("ours", "ours, neighbours copy"),
+    "gradients accumulated in the graph": ("ours, accumulate in graph", "ours"),
+    "neighbours merged": ("ours, merged", "ours"),
+    "gradients accumulated in the graph, merged": ("ours, merged, accumulate in graph", "ours, merged"),
+    "neighbours merged, accumulated in the graph": ("ours, merged, accumulate in graph", "ours, accumulate in graph"),
+}
+AIMS = {"torch make_graphed_callables": 1.0, "AutoModel manager": 0.45}  # at most this share of that peer's cost
 MEMORY_PEERS = ("eager", "torch make_graphed_callables", "TE make_graphed_callables", "AutoModel manager", "ours",
                 "ours, accumulate in graph", "ours, merged, accumulate in graph")
 
@@ -250,7 +322,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}{cause}"
 
 
-def time_case(kind: str, rounds: int, calls: int) -> dict:
+def time_case(kind: str, rounds: int, calls: int) -> tuple[dict, dict, dict]:
+    """(what each peer costs, what each technique gains, cost of ours over that of others)."""
     makers = {**PEERS, **(STACK_PEERS if kind == "stack" else {})}
     peers: dict[str, Peer] = {}
     report: dict[str, dict] = {}
@@ -262,7 +335,7 @@ def time_case(kind: str, rounds: int, calls: int) -> dict:
     # Attention kernels may add in an order of their own: where eager differs from itself, equality says nothing.
     expected = gradients_of(peers["eager"], kind)
     for name, peer in peers.items():
-        if name == "raw replay":
+        if name in UNCHECKED:
             report[name] = {}
             continue
         try:
@@ -298,7 +371,23 @@ def time_case(kind: str, rounds: int, calls: int) -> dict:
         report["ours"]["guard_microseconds"] = _guard_cost(peers["ours"].manager, x)
     for peer in peers.values():
         peer.close()
-    return report
+    return report, gains(samples), ratios(samples)
+
+
+def gains(samples: dict[str, dict[str, list[float]]]) -> dict:
+    """Of each technique: the median, over rounds, of the cost without it less the cost with it."""
+    return {technique: {what: round(statistics.median(
+                without - having for having, without in zip(samples[one][what], samples[other][what])), 2)
+            for what in ("forward", "step")}
+            for technique, (one, other) in TECHNIQUES.items() if one in samples and other in samples}
+
+
+def ratios(samples: dict[str, dict[str, list[float]]]) -> dict:
+    """Cost of ours as a share of another peer's, the median over rounds, beside the aim."""
+    return {name: {"aim": aim, **{what: round(statistics.median(
+                own / their for own, their in zip(samples["ours"][what], samples[name][what])), 3)
+            for what in ("forward", "step")}}
+            for name, aim in AIMS.items() if name in samples and "ours" in samples}
 
 
 def _sample(peer: Peer, what: str, x: torch.Tensor, gradient: torch.Tensor, calls: int) -> float:
@@ -393,13 +482,18 @@ def run_tests() -> dict:
             "outcomes": outcomes}
 
 
-def print_table(cases: dict) -> None:
-    for kind, report in cases.items():
+def print_table(result: dict) -> None:
+    for kind, report in result["cases"].items():
         print(f"\n{kind}: host microseconds a call, forward / forward and backward", file=sys.stderr)
         for name, found in report.items():
             times = found.get("host_microseconds")
             line = found.get("error") or f"{times['forward']['median']:9.1f} {times['step']['median']:9.1f}"
-            print(f"  {name:36} {line}", file=sys.stderr)
+            print(f"  {name:44} {line}", file=sys.stderr)
+        for technique, gain in result["gained_microseconds"][kind].items():
+            print(f"  gained: {technique:36} {gain['forward']:9.1f} {gain['step']:9.1f}", file=sys.stderr)
+        for name, share in result["ours_over"][kind].items():
+            print(f"  ours / {name:37} {share['forward']:9.3f} {share['step']:9.3f} (aim {share['aim']})",
+                  file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -422,20 +516,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                  **facts(options.revision), **run_tests()}
         options.tests_out.write_text(json.dumps(found, indent=1) + "\n")
         return 0
-    cases = {}
+    cases, gained, shares = {}, {}, {}
     result = {"schema_version": 1, "command": "evals/performance/bench_partial_graphs.py", **facts(options.revision),
               "configuration": {"sequence": SEQUENCE, "hidden": HIDDEN, "heads": HEADS, "experts": EXPERTS,
                                 "blocks": BLOCKS, "rounds": options.rounds, "calls": options.calls},
-              "cases": cases}
+              "cases": cases, "gained_microseconds": gained, "ours_over": shares}
     result["memory_of_24_entries"] = measure_memory()
     for kind in ("attention", "router", "stack"):
-        cases[kind] = time_case(kind, options.rounds if kind != "stack" else max(5, options.rounds // 2),
-                                options.calls if kind != "stack" else max(2, options.calls // 4))
+        cases[kind], gained[kind], shares[kind] = time_case(
+            kind, options.rounds if kind != "stack" else max(5, options.rounds // 2),
+            options.calls if kind != "stack" else max(2, options.calls // 4))
         if options.out:  # what is measured so far survives a time limit
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     if not options.out:
         print(json.dumps(result))
-    print_table(cases)
+    print_table(result)
     return 0
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ class CudaBackend:
         if self._device not in _side_streams:
             _side_streams[self._device] = torch.cuda.Stream(self._device)
         self._side = _side_streams[self._device]
-
-    def stream(self) -> int:
-        return torch._C._cuda_getCurrentStream(self._device)[0]
+        self.stream = partial(torch._C._cuda_getCurrentRawStream, self._device)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

@@ -252,19 +252,17 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
         else:
             for place, gradient in to_inputs:
                 result[place] = gradient.clone() if leaves and place in leaves else gradient.data
-            if clone_parameters is not None:
-                for parameter in receivers:
-                    if parameter.grad is not None:  # AccumulateGrad adds those in place
-                        slot.parameters_exposed = True
-                        for (place, gradient), receiver in zip(to_parameters, receivers):
-                            result[place] = gradient.clone() if receiver.grad is None else gradient.data
-                        break
-                else:  # it adopts these copies as .grad
-                    if consecutive:
-                        result[count:] = clone_parameters()
-                    else:
-                        for (place, _), gradient in zip(to_parameters, clone_parameters()):
-                            result[place] = gradient
+            if clone_parameters is None:
+                pass
+            elif receivers[0].grad is not None:  # where it exists, AccumulateGrad adds in place and lets go
+                slot.parameters_exposed = True
+                for (place, gradient), receiver in zip(to_parameters, receivers):
+                    result[place] = gradient.clone() if receiver.grad is None else gradient.data
+            elif consecutive:  # it adopts a copy as .grad; usually all are absent when the first one is
+                result[count:] = clone_parameters()
+            else:
+                for (place, _), gradient in zip(to_parameters, clone_parameters()):
+                    result[place] = gradient
         if not again:
             slot.ticket += 1
             slot.pending = None

@@ -271,7 +271,7 @@ class Slot:
             def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
                 load(tensors)
                 replay()
-                ctx.set_materialize_grads(False)
+                ctx.materialize_grads = False
                 slot.pending = reference(ctx)
                 slot.ticket = ctx.ticket = slot.ticket + 1
                 # A leaf adopts its gradient as .grad, and would keep the slot taken with it.
@@ -366,6 +366,9 @@ class Variant:
         self.guard = self.build_guard(home).build()
         for slot in self.slots:
             slot.finish()
+        if len(self.slots) == 1:  # nothing to choose
+            only = self.slots[0]
+            self.take = lambda tensors: only if only.free(tensors) else None
         self.by_pointer = {slot.inputs[index].data_ptr(): slot for slot in self.slots for index in slot.borrowed}
         self.borrowed = sorted({index for slot in self.slots for index in slot.borrowed})
 
