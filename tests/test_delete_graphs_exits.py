@@ -11,10 +11,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import delete_graphs
+from cudagraphs.cleanup import groups
 
 HELPER = Path(delete_graphs.__file__)
 PATIENCE_S = 60  # how long a test waits; never part of a verdict
@@ -385,6 +387,24 @@ def test_a_stuck_main_thread_is_left_behind(site):
     assert code == 128 + signal.SIGTERM
     assert site.events() == ["reset graph", "abort with 0 graphs"]
     assert "leaving on SIGTERM" in err and "in stuck" in err
+
+
+@pytest.mark.parametrize(
+    ("reserved", "initialized", "chosen"),
+    [([0, 5], True, [1]), ([5, 5], True, []), ([0, 5], False, []), ([], True, [])],
+)
+def test_a_rescue_works_on_the_device_of_the_process(monkeypatch, reserved, initialized, chosen):
+    """Not on device 0, where a new thread starts and another rank works."""
+    devices = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: initialized,
+        device_count=lambda: len(reserved),
+        memory_reserved=lambda device: reserved[device],
+        set_device=devices.append,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    groups.use_device_of_process()
+    assert devices == chosen
 
 
 def test_watchdog_names_the_culprit_and_leaves(site):

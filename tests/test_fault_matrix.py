@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,11 @@ def row(**changes):
         "where": "warmup",
         "how": "exception",
         "helper": True,
+        "form": "library",
+        "hung_in": {},
+        "survivor_reports": [],
+        "survivor_seconds": [],
+        "live_graphs_at_end": None,
         "reached": ["ready", "fault"],
         "hang": False,
         "exit_code": 1,
@@ -73,6 +79,11 @@ def test_plan_has_every_combination_once_and_all_places_in_each_round():
         ({"how": "sys_exit", "exit_code": 3}, "ok"),
         ({"how": "sigterm", "exit_code": -15}, "ok"),
         ({"how": "sigterm", "exit_code": 143}, "exit code"),
+        ({"how": "sigterm_all", "exit_code": 143, "survivor_codes": [143]}, "ok"),
+        ({"how": "sigterm_all", "exit_code": 143, "survivor_codes": [143], "helper": False}, "exit code"),
+        ({"how": "sigkill", "exit_code": -9, "survivor_codes": [0]}, "a survivor left with 0"),
+        ({"survivor_codes": [None], "job_code": 0}, "a survivor left with 0"),
+        ({"survivor_codes": [None], "job_code": 1}, "ok"),
     ],
 )
 def test_verdicts(changes, verdict):
@@ -99,7 +110,18 @@ def test_requirements_break_on_one_bad_row_or_on_memory():
     assert not fault_matrix.requirements([], None, None)["hold"]
 
 
+def test_a_killed_rank_is_judged_by_its_peers():
+    alone, fast, slow = (
+        row(how="sigkill", exit_code=-9, survivor_codes=codes, seconds_from_fault=seconds)
+        for codes, seconds in (([], 11.0), ([-15], 9.0), ([-15], 11.0))
+    )
+    fault_matrix.judge([alone, fast, slow])
+    assert fault_matrix.requirements([alone, fast], None, None)["hold"]
+    assert fault_matrix.requirements([slow], None, None)["broken"]
+
+
 def run_matrix(tmp_path, *arguments):
+    """The exit code is 0 or 1: the times are not judged, this may be a busy machine."""
     out = tmp_path / "result.json"
     done = subprocess.run(
         [sys.executable, str(MATRIX), "--device", "cpu", "--out", str(out), "--quiet", "--json", *arguments],
@@ -114,13 +136,14 @@ def run_matrix(tmp_path, *arguments):
 def cpu_result(tmp_path_factory):
     pytest.importorskip("torch")
     done, result = run_matrix(
-        tmp_path_factory.mktemp("one"), "--where", "capture_backward", "--how", "sys_exit", "sigkill"
+        tmp_path_factory.mktemp("one"),
+        *("--where", "capture_backward", "--how", "sys_exit", "sigkill", "--parallel", "3"),
     )
     return done, result
 
 
 def test_rows_on_the_cpu(cpu_result):
-    """Real processes and gloo. The times are not judged: this may be a busy machine."""
+    """Real processes and gloo."""
     done, result = cpu_result
     assert done.returncode in (0, 1), done.stderr
     outcomes = {(r["where"], r["how"], r["helper"]): r["exit_code"] for r in result["rows"]}
@@ -135,40 +158,70 @@ def test_rows_on_the_cpu(cpu_result):
     assert by_helper["sigkill"] is None
 
 
-def test_a_rank_that_dies_takes_the_others_along(tmp_path):
+PATIENT = ("--hang-after", "120", "--row-limit", "300")
+
+
+def by_fault(result):
+    return {r["how"]: r for r in result["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "where", "codes"),
+    [
+        ("launcher", "replay_backward", {"sigkill": -9, "exception_then_destroy": 1}),
+        ("library", "capture_forward", {"out_of_memory": 1, "sigterm_all": -15}),
+    ],
+)
+def test_a_rank_that_fails_takes_the_others_along(tmp_path, form, where, codes):
     pytest.importorskip("torch")
-    done, result = run_matrix(
-        tmp_path,
-        "--ranks",
-        "2",
-        "--where",
-        "replay_forward",
-        "--how",
-        "sigkill",
-        "--helper",
-        "with",
-        "--hang-after",
-        "120",
-        "--row-limit",
-        "300",
-    )
+    words = ("--ranks", "2", "--where", where, "--how", *codes, "--helper", form, "--parallel", "3")
+    done, result = run_matrix(tmp_path, *words, *PATIENT)
     assert done.returncode in (0, 1), done.stderr
-    rows = {r["how"]: r for r in result["rows"]}
-    assert rows["none"]["exit_code"] == 0 and rows["none"]["survivor_codes"] == [0]
-    assert rows["sigkill"]["exit_code"] == -9 and not rows["sigkill"]["hang"]
-    assert all(code not in (0, None) for code in rows["sigkill"]["survivor_codes"])
+    rows = by_fault(result)
+    end = rows.pop("none")
+    assert (end["exit_code"], end["survivor_codes"], end["form"]) == (0, [0], form)
+    assert end["live_graphs_at_end"] == 1 and end["deleted"]["live_graphs_after"] == 0
+    assert {how: r["exit_code"] for how, r in rows.items()} == codes
+    for r in rows.values():
+        assert not r["hang"] and all(code not in (0, None) for code in r["survivor_codes"])
+        assert all(report["aborted"] and report["live_graphs_after"] == 0 for report in r["survivor_reports"])
+    assert f"| {form} | 2 | 0 |" in summary(result)
 
 
 def test_spawned_rows_are_the_same(tmp_path):
     pytest.importorskip("torch")
-    _, result = run_matrix(
-        tmp_path, "--where", "checkpoint_save", "--how", "sigterm", "--helper", "with", "--start", "spawn"
-    )
-    assert [r["exit_code"] for r in result["rows"]] == [0, -15]
+    words = ("--where", "checkpoint_save", "--how", "sigterm", "--helper", "launcher", "--start", "spawn")
+    _, result = run_matrix(tmp_path, *words, "--parallel", "2")
+    assert {how: r["exit_code"] for how, r in by_fault(result).items()} == {"none": 0, "sigterm": -15}
+    assert all(r["deleted"]["live_graphs_after"] == 0 for r in result["rows"])
+
+
+def test_rows_of_torchrun(tmp_path):
+    """The codes are those that torchrun tells of; the peer got its SIGTERM, or its error, from there."""
+    pytest.importorskip("torch")
+    words = ("--where", "replay_backward", "--how", "sigkill", "--helper", "launcher", "--start", "torchrun")
+    _, result = run_matrix(tmp_path, "--ranks", "2", "--parallel", "2", *words, *PATIENT)
+    rows = by_fault(result)
+    assert (rows["none"]["exit_code"], rows["none"]["survivor_codes"], rows["none"]["job_code"]) == (0, [0], 0)
+    assert rows["sigkill"]["exit_code"] == -9 and rows["sigkill"]["job_code"] not in (0, None)
+    assert rows["sigkill"]["survivor_reports"][0]["live_graphs_before"] == 1
+
+
+def test_a_hang_is_asked_for_its_stacks_and_killed(tmp_path):
+    """Peers step on until they get SIGTERM, which comes after this limit."""
+    pytest.importorskip("torch")
+    words = ("--where", "replay_forward", "--how", "sigkill", "--helper", "without", "--hang-after", "0.1")
+    done, result = run_matrix(tmp_path, "--ranks", "2", "--parallel", "2", *words)
+    row = by_fault(result)["sigkill"]
+    assert done.returncode == 1 and row["hang"] and row["exit_code"] == -9 and row["survivor_codes"] == [None]
+    assert row["verdict"] == "hang" and "| hang in " in summary(result)
+    for frame in (frame for r in result["rows"] for frame in r["hung_in"]["0"]):
+        assert re.fullmatch(r"\S+ \([\w.]+:\d+\)", frame) or "no Python frame" in frame
 
 
 def test_usage_errors(tmp_path):
-    for words in (["--graphs", "local"], ["--ranks", "0"], ["--where", "nowhere"]):
+    of_torchrun = ["--start", "torchrun", "--how", "sigterm_all"]
+    for words in (["--graphs", "local"], ["--ranks", "0"], ["--where", "nowhere"], ["--helper", "with"], of_torchrun):
         done, result = run_matrix(tmp_path, *words)
         assert done.returncode == 2 and result is None and done.stderr
 

@@ -25,13 +25,14 @@ _NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 class Nvml:
-    """One device. Raises OSError where there is no NVML or no such device."""
+    """The first `devices` GPUs, taken together. Raises OSError where there is no NVML or fewer GPUs."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, devices: int = 1) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        self._device = ctypes.c_void_p()
+        self._devices = [ctypes.c_void_p() for _ in range(devices)]
         self._call("nvmlInit_v2")
-        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(self._device))
+        for index, device in enumerate(self._devices):
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
 
     def _call(self, name: str, *arguments) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -39,33 +40,43 @@ class Nvml:
             raise OSError(f"{name} returned {status}")
 
     def used_bytes(self) -> int:
-        """Memory in use on the device, by anyone."""
-        memory = _Memory()
-        self._call("nvmlDeviceGetMemoryInfo", self._device, ctypes.byref(memory))
-        return memory.used
+        """Memory in use on the devices, by anyone."""
+        used = 0
+        for device in self._devices:
+            memory = _Memory()
+            self._call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
+            used += memory.used
+        return used
 
     def bytes_by_process(self) -> dict[int, int | None]:
         """Memory of each process that has a context, by pid; None where the driver does not tell."""
-        count = ctypes.c_uint(512)
-        found = (_Process * count.value)()
-        self._call("nvmlDeviceGetComputeRunningProcesses_v3", self._device, ctypes.byref(count), found)
-        return {p.pid: None if p.used == _NOT_AVAILABLE else p.used for p in found[: count.value]}
+        held: dict[int, int | None] = {}
+        for device in self._devices:
+            count = ctypes.c_uint(512)
+            found = (_Process * count.value)()
+            self._call("nvmlDeviceGetComputeRunningProcesses_v3", device, ctypes.byref(count), found)
+            for process in found[: count.value]:
+                before = held.get(process.pid, 0)
+                known = before is not None and process.used != _NOT_AVAILABLE
+                held[process.pid] = before + process.used if known else None
+        return held
 
     def _text(self, name: str, *before) -> str:
         text = ctypes.create_string_buffer(96)
         self._call(name, *before, text, ctypes.c_uint(96))
         return text.value.decode()
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str | int]:
         return {
-            "gpu": self._text("nvmlDeviceGetName", self._device),
+            "gpu": self._text("nvmlDeviceGetName", self._devices[0]),
+            "gpus": len(self._devices),
             "driver": self._text("nvmlSystemGetDriverVersion"),
         }
 
 
-def open_device() -> Nvml | None:
-    """The first GPU, or None on a machine without one."""
+def open_devices(count: int) -> Nvml | None:
+    """The first `count` GPUs, or None on a machine that has fewer."""
     try:
-        return Nvml()
+        return Nvml(count)
     except (OSError, AttributeError):
         return None

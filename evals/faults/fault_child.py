@@ -10,6 +10,7 @@ survived, 98 its place was not reached.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "hel
 
 NOT_MADE, SURVIVED, NOT_REACHED = 96, 97, 98
 SYS_EXIT_CODE, OS_EXIT_CODE = 3, 9
-TOO_MUCH = 1 << 44  # bytes, more than any device has
+TOO_MUCH = 1 << 44  # bytes, more than any device has: refused, and nothing is filled
+STACK_SIGNAL = signal.SIGRTMAX - 1  # one that neither torch nor the helper uses
 
 
 class Fault:
@@ -44,6 +46,8 @@ class Fault:
 
     def _exception(self):
         raise RuntimeError("injected fault")
+
+    _exception_then_destroy = _exception  # run() has the finally block
 
     def _sys_exit(self):
         sys.exit(SYS_EXIT_CODE)
@@ -91,29 +95,49 @@ def _reserved() -> int:
 
 def run(row: dict[str, Any]) -> int:
     """Play the row. Returns an exit status only when the fault did not end the process."""
-    file = open(row["marks"], "a", buffering=1)
+    if row["rank"] is None:  # started by torchrun
+        row = {**row, "rank": int(os.environ["RANK"])}
+    rank, ranks, cuda = row["rank"], row["ranks"], row["device"] == "cuda"
+    file = open(f"{row['base']}.marks{rank}", "a", buffering=1)
 
     def mark(what: str, **more: Any) -> None:
         file.write(json.dumps({"mark": what, "time": time.time(), **more}) + "\n")
 
-    if row["helper"]:
+    # The matrix asks a process that hangs where it is. Runs without the interpreter lock.
+    faulthandler.register(STACK_SIGNAL, open(f"{row['base']}.stack{rank}", "w"), all_threads=False)
+    mark("started", pid=os.getpid())
+    if row["helper"] == "library":
         import delete_graphs
 
-        delete_graphs.install(limit=row["helper_limit"], report=row["report"])
+        delete_graphs.install(limit=row["helper_limit"], report=f"{row['base']}.report{rank}")
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    if row["start"] == "torchrun":
+        dist.init_process_group(backend)
+    else:
+        store = dist.FileStore(f"{row['base']}.store", ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    mark("ready")
+    try:
+        return _train(row, device, mark)
+    finally:
+        if row["how"] == "exception_then_destroy":
+            dist.destroy_process_group()
+
+
+def _train(row: dict[str, Any], device, mark) -> int:
     import torch
     import torch.distributed as dist
     import workloads
 
-    cuda = row["device"] == "cuda"
-    device = torch.device("cuda", row["rank"]) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(row["store"], row["ranks"])
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=row["rank"], world_size=row["ranks"])
-    mark("ready")
-
     fault = Fault(row, mark)
-    capturing = torch.cuda.is_current_stream_capturing if cuda else (lambda: workloads.StandIn.in_capture)
+    on_gpu = device.type == "cuda"
+    capturing = torch.cuda.is_current_stream_capturing if on_gpu else (lambda: workloads.StandIn.in_capture)
     points = workloads.Points(fault, capturing)
     where = row["where"]
     try:
@@ -124,9 +148,11 @@ def run(row: dict[str, Any]) -> int:
         points.phase = "capture" if workload.eager_steps else "warmup"
         workload.capture()
     except Exception as error:
-        if fault.fired or row["ranks"] > 1:
+        if fault.fired:
             raise
         mark("not made", reason=_one_line(error))
+        if not fault.here:  # the fault on another rank may be the reason, and this rank ends as a training does
+            raise
         return NOT_MADE
     points.phase = "settled"
     mark("captured", reserved_bytes=_reserved())
@@ -139,14 +165,16 @@ def run(row: dict[str, Any]) -> int:
         workload.evaluate()
         fault(where)
     if where == "checkpoint_save":
-        with open(row["checkpoint"], "wb") as checkpoint:
+        with open(f"{row['base']}.checkpoint{row['rank']}", "wb") as checkpoint:
             torch.save({"model": workload.state(), "trap": _Trap(fault)}, checkpoint)
     if where == "evaluation_recaptured":
         try:
-            if row["helper"]:
-                delete_graphs.delete_cuda_graphs()
-            else:
+            if row["helper"] == "without":
                 workload.delete()
+            else:
+                import delete_graphs
+
+                delete_graphs.delete_cuda_graphs()
             points.phase = "recapture"
             workload.recapture()
         except Exception as error:
@@ -159,7 +187,9 @@ def run(row: dict[str, Any]) -> int:
         workload.evaluate()
         fault(where)
     if where == "end":
-        fault.mark("fault", reserved_bytes=_reserved())  # no fault: the clock of an orderly end starts here
+        live = _live_graphs()
+        # No fault: the clock of an orderly end starts here. `workload` keeps the graphs alive until after the destroy.
+        mark("fault", reserved_bytes=_reserved(), live_graphs=live)
         dist.destroy_process_group()
         return 0
     if not fault.here:  # peers go on until the missing rank is noticed

@@ -5,16 +5,20 @@
 Usage:
     python evals/faults/fault_matrix.py --out FILE                         every row on one GPU
     python evals/faults/fault_matrix.py --graphs local --how sigterm --ranks 2 --out FILE
+    python evals/faults/fault_matrix.py --ranks 2 --start torchrun --helper launcher --graphs local --out FILE
     python evals/faults/fault_matrix.py --device cpu --graphs stand_in --out FILE      the matrix itself, without a GPU
 
-A row starts one process a rank, forked from this one, which has imported the stack and has no CUDA context (--start
-spawn starts fresh interpreters). The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank
-has failed. A row that is still there --hang-after seconds after its fault, or at --row-limit, is a hang; it is killed.
-Rows with and without the helper follow each other, so that a run that ends at --budget has both.
+A row starts one process a rank. --start fork (the default): forked from this one, which has imported the stack and has
+no CUDA context. spawn: fresh interpreters, as a user starts them. torchrun: one torchrun, which starts the ranks.
+--helper: without it; library, with install() in the script; launcher, the unchanged script run by delete_graphs.py.
+
+The last rank meets the fault. As torchrun does, the others get SIGTERM once a rank has failed. A row that is still
+there --hang-after seconds after its fault, or at --row-limit, is a hang: it is asked for its stacks and killed. Rows
+with and without the helper follow each other, so that a run that ends at --budget has both.
 
 Required with the helper: no hang, out within 10 s of the fault, the exit code that the fault has without the helper
-(peers: any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; they are shown, not
-judged.
+(peers: any but 0), and the device memory back. os._exit() and SIGKILL run no code in the process; without peers they
+are shown, not judged.
 
 Output: FILE, one JSON object (schema_version 1) with every row; a line on stderr every few seconds. With --json the
 object's totals and requirements on stdout.
@@ -30,7 +34,9 @@ import json
 import os
 import platform
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,11 +54,13 @@ HELPERS = HERE.parents[1] / "helpers"
 sys.path[:0] = [str(HERE), str(HELPERS)]
 
 import fault_child
-from devices import Nvml, open_device
+from devices import Nvml, open_devices
 
 SCHEMA_VERSION = 1
-GRAPHS = ("transformer_engine", "local", "full_iteration", "optimizer", "partial", "torch_callable")
+MEGATRON = ("transformer_engine", "local", "full_iteration", "optimizer")
+GRAPHS = (*MEGATRON, "partial", "torch_callable", "bare", "eager")
 STAND_IN = "stand_in"
+ON_CPU = (STAND_IN, "eager")
 WHERE = (
     "warmup",
     "capture_forward",
@@ -65,11 +73,13 @@ WHERE = (
     "checkpoint_save",
 )
 HOW = ("exception", "sys_exit", "keyboard_interrupt", "sigterm", "sigint", "out_of_memory", "os_exit", "sigkill")
-HOW_OF_RANKS = ("exception", "out_of_memory", "sys_exit", "sigterm_all", "sigkill")
+HOW_OF_RANKS = ("exception", "exception_then_destroy", "out_of_memory", "sys_exit", "sigterm_all", "sigkill")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
 END = ("end", "none")  # an orderly end, destroy_process_group() included: the row that every run has besides the faults
+FORMS = ("without", "library", "launcher")
 EXIT_CODES = {
     "exception": 1,
+    "exception_then_destroy": 1,
     "out_of_memory": 1,
     "sys_exit": fault_child.SYS_EXIT_CODE,
     "keyboard_interrupt": -signal.SIGINT,
@@ -83,6 +93,16 @@ EXIT_CODES = {
 REQUIRED_S = 10.0
 HELPER_LIMIT_S = 8.0
 SURVIVORS_SIGNALLED_AFTER_S = 0.3  # torchrun looks at its workers every 0.1 s and then signals the others
+STACKS_WITHIN_S = 0.5
+SAVE_EVERY_S = 10.0
+# Places that a kind of graph does not have: an optimizer graph and a bare one capture no backward pass, local graphs
+# are captured once a process (megatron-core 0.19), nothing is captured in the eager loop.
+MISSING = {
+    "optimizer": {"capture_backward"},
+    "local": {"evaluation_recaptured"},
+    "bare": {"capture_backward", "replay_backward", "optimizer_step"},
+    "eager": {"capture_forward", "capture_backward", "evaluation_recaptured"},
+}
 NOT_RUN = {fault_child.NOT_MADE: "not made", fault_child.SURVIVED: "survived", fault_child.NOT_REACHED: "not reached"}
 MODULES = {
     "transformer_engine": (
@@ -100,8 +120,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 
 
 def applies(graphs: str, where: str) -> bool:
-    """An optimizer graph captures no backward pass; local graphs are captured once a process (megatron-core 0.19)."""
-    return (graphs, where) not in (("optimizer", "capture_backward"), ("local", "evaluation_recaptured"))
+    return where not in MISSING.get(graphs, ())
 
 
 def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int) -> list[tuple[str, str, str]]:
@@ -117,13 +136,9 @@ def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], s
 
 @dataclass
 class Process:
-    """One rank of a running row."""
+    """One rank of a running row, or the torchrun of all of them."""
 
     pid: int
-    rank: int
-    marks: Path
-    report: Path
-    log: Path
     status: int | None = None
     ended: float | None = None
 
@@ -133,16 +148,22 @@ class Row:
     graphs: str
     where: str
     how: str
-    helper: bool
+    form: str
+    base: str = ""
     started: float = 0.0
     hung: bool = False
-    signalled: bool = False
+    stacks_asked: float | None = None
+    signalled: float | None = None  # when the survivors got SIGTERM
     memory_at_limit: int | None = None
     memory_left: int | None = None
     processes: list[Process] = field(default_factory=list)
 
     def alive(self) -> list[Process]:
         return [p for p in self.processes if p.status is None]
+
+    def file(self, kind: str, rank: int) -> Path:
+        """marks, report, stack: written by the rank; log: what it says, in one file for all ranks of a torchrun."""
+        return Path(f"{self.base}.{kind}{rank}")
 
 
 @dataclass(frozen=True)
@@ -159,9 +180,9 @@ class Matrix:
         self.options, self.nvml = options, nvml
         self.folder = Path(tempfile.mkdtemp(prefix="fault-matrix-"))
         self.queue = [
-            Row(*combination, helper=helper)
+            Row(*combination, form=form)
             for combination in plan_rows(options.graphs, options.where, options.how, options.seed)
-            for helper in options.helper
+            for form in options.helper
         ]
         self.running: list[Row] = []
         self.done: list[Row] = []
@@ -169,7 +190,8 @@ class Matrix:
         self.memory_after: int | None = None
         self.began = time.time()
         self.started = 0
-        self._said = 0.0
+        self._said, self._saved = 0.0, time.time()
+        self._fixed = {"command": _command(options), "revision": _revision(), "versions": _versions()}
 
     def run(self) -> ChildRow | None:
         """Until the queue is empty or the budget is spent. In a forked child: the row to play, at once."""
@@ -187,42 +209,42 @@ class Matrix:
             for row in list(self.running):
                 self._watch(row)
             self._say()
+            self._save()
             time.sleep(0.005)
         self.memory_after = self._settled_memory()
         return None
 
     def _start(self, row: Row) -> ChildRow | None:
-        row.started = time.time()
-        base = self.folder / str(self.started)
+        row.started, row.base = time.time(), str(self.folder / str(self.started))
         self.started += 1
-        for rank in range(self.options.ranks):
-            files = {
-                name: base.with_name(f"{base.name}.{name}{rank}") for name in ("marks", "report", "log", "checkpoint")
-            }
-            for name in ("marks", "log"):
-                files[name].touch()
-            task = {
-                "graphs": row.graphs,
-                "where": row.where,
-                "how": row.how,
-                "helper": row.helper,
-                "rank": rank,
-                "ranks": self.options.ranks,
-                "faulty_rank": self.options.ranks - 1,
-                "device": self.options.device,
-                "seed": self.options.seed,
-                "helper_limit": HELPER_LIMIT_S,
-                "store": str(base.with_suffix(".store")),
-                **{name: str(path) for name, path in files.items()},
-            }
+        ranks, start = self.options.ranks, self.options.start
+        for rank in range(ranks):
+            for kind in ("marks", "log"):
+                row.file(kind, rank).touch()
+        task = {
+            "graphs": row.graphs,
+            "where": row.where,
+            "how": row.how,
+            "helper": row.form,
+            "start": start,
+            "ranks": ranks,
+            "faulty_rank": ranks - 1,
+            "device": self.options.device,
+            "seed": self.options.seed,
+            "helper_limit": HELPER_LIMIT_S,
+            "base": row.base,
+        }
+        for rank in [None] if start == "torchrun" else range(ranks):
+            of_rank = {**task, "rank": rank}
+            log = row.file("log", rank or 0)
             group = row.processes[0].pid if row.processes else 0
-            pid = self._fork(task, group) if self.options.start == "fork" else self._spawn(task, group)
+            pid = self._fork(of_rank, log, group) if start == "fork" else self._spawn(of_rank, log, group)
             if pid == 0:
-                return ChildRow(task)
-            row.processes.append(Process(pid, rank, files["marks"], files["report"], files["log"]))
+                return ChildRow(of_rank)
+            row.processes.append(Process(pid))
         return None
 
-    def _fork(self, task: dict[str, Any], group: int) -> int:
+    def _fork(self, task: dict[str, Any], log: Path, group: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -230,22 +252,27 @@ class Matrix:
             _set_group(pid, group)
             return pid
         _set_group(0, group)
-        log = os.open(task["log"], os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        file = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
         return 0
 
-    def _spawn(self, task: dict[str, Any], group: int) -> int:
-        with open(task["log"], "a") as log:
+    def _spawn(self, task: dict[str, Any], log: Path, group: int) -> int:
+        command = [sys.executable]
+        if task["start"] == "torchrun":
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(task["ranks"])]
+            command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+        words = child_words(task)
+        with open(log, "a") as file:
             process = subprocess.Popen(
-                [sys.executable, str(HERE / "fault_child.py"), json.dumps(task)],
-                stdout=log,
-                stderr=log,
+                command + words,
+                stdout=file,
+                stderr=file,
                 stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: _set_group(0, group),  # before exec: afterwards the parent may not
             )
         process.returncode = 0  # waited for here, by pid; Popen must not
-        _set_group(process.pid, group)
         return process.pid
 
     def _reap(self) -> None:
@@ -265,14 +292,15 @@ class Matrix:
         if not alive:
             if self.nvml is not None:
                 held = self.nvml.bytes_by_process()
-                row.memory_left = sum(held.get(p.pid) or (0 if p.pid not in held else 1) for p in row.processes)
+                row.memory_left = sum(held.get(p) or (0 if p not in held else 1) for p in self._pids(row))
             self.running.remove(row)
             self.done.append(row)
             return
         now = time.time()
         failed = [p for p in row.processes if p.status not in (None, 0)]
-        if failed and not row.signalled and now - min(p.ended for p in failed) > SURVIVORS_SIGNALLED_AFTER_S:
-            row.signalled = True
+        due = row.signalled is None and row.stacks_asked is None
+        if failed and due and now - min(p.ended for p in failed) > SURVIVORS_SIGNALLED_AFTER_S:
+            row.signalled = now
             for process in alive:
                 os.kill(process.pid, signal.SIGTERM)
         fault = self._fault_time(row)
@@ -282,15 +310,30 @@ class Matrix:
             else min(self.options.row_limit, fault - row.started + self.options.hang_after)
         )
         if now - row.started > limit:
-            row.hung = True
+            self._end_hang(row)
+
+    def _end_hang(self, row: Row) -> None:
+        """Ask for stacks, and a moment later kill what is left, the ranks of a torchrun included."""
+        gone = {p.pid for p in row.processes if p.ended is not None}
+        ranks = [pid for pid in self._pids(row, ranks_only=True) if pid not in gone]
+        if row.stacks_asked is None:
+            row.stacks_asked, row.hung = time.time(), True
             if self.nvml is not None:
                 held = self.nvml.bytes_by_process()
-                row.memory_at_limit = sum(held.get(p.pid) or 0 for p in alive)
-            for process in alive:
-                os.kill(process.pid, signal.SIGKILL)
+                row.memory_at_limit = sum(held.get(pid) or 0 for pid in ranks)
+            _signal_each(ranks, fault_child.STACK_SIGNAL)
+        elif time.time() - row.stacks_asked > STACKS_WITHIN_S:
+            _signal_each([*ranks, *(p.pid for p in row.alive())], signal.SIGKILL)
+
+    def _pids(self, row: Row, ranks_only: bool = False) -> list[int]:
+        ranks = [m["pid"] for marks in self._all_marks(row) for m in marks if m["mark"] == "started"]
+        return ranks if ranks_only else [*{*ranks, *(p.pid for p in row.processes)}]
+
+    def _all_marks(self, row: Row) -> list[list[dict[str, Any]]]:
+        return [_marks(row.file("marks", rank)) for rank in range(self.options.ranks)]
 
     def _fault_time(self, row: Row) -> float | None:
-        times = [m["time"] for p in row.processes for m in _marks(p.marks) if m["mark"] == "fault"]
+        times = [m["time"] for marks in self._all_marks(row) for m in marks if m["mark"] == "fault"]
         return min(times, default=None)
 
     def _settled_memory(self) -> int | None:
@@ -301,6 +344,12 @@ class Matrix:
         while (used := self.nvml.used_bytes()) > self.memory_before and time.time() < deadline:
             time.sleep(0.1)
         return used
+
+    def _save(self) -> None:
+        """So that a run that is cut short leaves the rows that it has."""
+        if time.time() - self._saved > SAVE_EVERY_S and self.done:
+            self._saved = time.time()
+            write_atomically(self.options.out, self.result())
 
     def _say(self) -> None:
         if not self.options.quiet and time.time() - self._said > 5:
@@ -320,14 +369,12 @@ class Matrix:
             "schema_version": SCHEMA_VERSION,
             "kind": "fault-matrix",
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": _command(self.options),
-            "revision": _revision(),
+            **self._fixed,
             "machine": {
                 "cpus": os.cpu_count(),
                 "python": platform.python_version(),
                 **(self.nvml.describe() if self.nvml else {}),
             },
-            "versions": _versions(),
             "configuration": {
                 "ranks": self.options.ranks,
                 "device": self.options.device,
@@ -342,7 +389,7 @@ class Matrix:
             },
             "seconds": round(time.time() - self.began, 1),
             "device_memory": {"before_bytes": self.memory_before, "after_bytes": self.memory_after},
-            "rows_not_run": [[r.graphs, r.where, r.how, r.helper] for r in self.queue],
+            "rows_not_run": [[r.graphs, r.where, r.how, r.form] for r in (*self.running, *self.queue)],
             "totals": totals(rows),
             "requirements": requirements(rows, self.memory_before, self.memory_after),
             "rows": rows,
@@ -350,25 +397,34 @@ class Matrix:
 
     def _as_dict(self, row: Row) -> dict[str, Any]:
         fault = self._fault_time(row)
-        faulty = row.processes[-1]
-        marks = _marks(faulty.marks)
-        survivors = row.processes[:-1]
+        faulty = self.options.ranks - 1
+        every = self._all_marks(row)
+        marks = every[faulty]
+        codes = self._codes(row)
         last = max(p.ended for p in row.processes)
-        report = json.loads(faulty.report.read_text()) if faulty.report.exists() else None
+        report = _report(row.file("report", faulty))
+        reasons = [m["reason"] for m in [*marks, *(m for of in every[:faulty] for m in of)] if m["mark"] == "not made"]
+        job = row.processes[0].status if self.options.start == "torchrun" else None
+        timed = [] if fault is None or job is not None else [round(p.ended - fault, 3) for p in row.processes[:faulty]]
         return {
             "graphs": row.graphs,
             "where": row.where,
             "how": row.how,
-            "helper": row.helper,
-            "reached": [m["mark"] for m in marks],
+            "helper": row.form != "without",
+            "form": None if row.form == "without" else row.form,
+            "reached": [m["mark"] for m in marks if m["mark"] != "started"],
             "hang": row.hung,
-            "exit_code": None
-            if row.hung and faulty.status == -signal.SIGKILL and row.how != "sigkill"
-            else faulty.status,
-            "survivor_codes": [p.status for p in survivors],
+            "hung_in": {str(rank): hung for rank in range(faulty + 1) if (hung := _stack(row.file("stack", rank)))},
+            "exit_code": codes[faulty],
+            "survivor_codes": codes[:faulty],
+            "job_code": job,
+            "survivor_reports": [_short(_report(row.file("report", rank))) for rank in range(faulty)],
             "seconds_from_fault": None if fault is None else round(last - fault, 3),
+            "survivor_seconds": timed,
+            "survivors_signalled_at": None if None in (fault, row.signalled) else round(row.signalled - fault, 3),
             "seconds": round(last - row.started, 3),
             "reserved_bytes_at_fault": next((m["reserved_bytes"] for m in marks if m["mark"] == "fault"), None),
+            "live_graphs_at_end": next((m["live_graphs"] for m in marks if "live_graphs" in m), None),
             "memory_left_bytes": row.memory_left,
             "memory_at_limit_bytes": row.memory_at_limit,
             "deleted": report
@@ -376,9 +432,19 @@ class Matrix:
                 k: report[k]
                 for k in ("deleted", "failed", "live_graphs_before", "live_graphs_after", "bytes_released", "seconds")
             },
-            "reason": next((m["reason"] for m in marks if m["mark"] == "not made"), None),
-            "last_words": _last_words(faulty.log),
+            "reason": next(iter(reasons), None) if fault is None else None,
+            "last_words": _last_words(row.file("log", 0 if self.options.start == "torchrun" else faulty)),
         }
+
+    def _codes(self, row: Row) -> list[int | None]:
+        """Exit code of each rank. None: it hung and was killed, or torchrun did not say (it tells who failed first)."""
+        if self.options.start != "torchrun":
+            killed = [row.hung and p.status == -signal.SIGKILL for p in row.processes]
+            killed[-1] = killed[-1] and row.how != "sigkill"
+            return [None if was_killed else p.status for was_killed, p in zip(killed, row.processes)]
+        told = re.findall(r"rank\s*: (\d+) \(local_rank.*\n\s*exitcode\s*: (-?\d+)", row.file("log", 0).read_text())
+        codes = {int(rank): int(code) for rank, code in told}
+        return [0 if row.processes[0].status == 0 else codes.get(rank) for rank in range(self.options.ranks)]
 
 
 def judge(rows: list[dict[str, Any]]) -> None:
@@ -391,8 +457,10 @@ def judge(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         other = plain.get((row["graphs"], row["where"], row["how"]))
         expected = {EXIT_CODES[row["how"]]}
-        if row["helper"] and other is not None and not other["hang"] and other["exit_code"] not in NOT_RUN:
+        if row["helper"] and other is not None and not other["hang"] and other["exit_code"] not in (*NOT_RUN, None):
             expected.add(other["exit_code"])
+        if row["helper"] and row["how"] == "sigterm_all":  # the documented code of a main thread stuck with its peers
+            expected.add(128 + signal.SIGTERM)
         row["expected_codes"] = sorted(expected)
         row["verdict"] = _verdict(row, expected)
 
@@ -408,7 +476,7 @@ def _verdict(row: dict[str, Any], expected: set[int]) -> str:
         return "slow"
     if row["exit_code"] not in expected:
         return "exit code"
-    if row["how"] != "none" and 0 in row["survivor_codes"]:
+    if row["how"] != "none" and (0 in row["survivor_codes"] or row.get("job_code") == 0):
         return "a survivor left with 0"
     if row["memory_left_bytes"]:
         return "memory"
@@ -420,7 +488,7 @@ def _verdict(row: dict[str, Any], expected: set[int]) -> str:
 def judged(row: dict[str, Any]) -> bool:
     """Whether the requirements speak about this row."""
     unreached = (*NOT_RUN.values(), "failed before the fault", "hang before the fault")
-    return row["verdict"] not in unreached and row["how"] not in CANNOT_BE_HELPED
+    return row["verdict"] not in unreached and (row["how"] not in CANNOT_BE_HELPED or bool(row["survivor_codes"]))
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -459,9 +527,54 @@ def _marks(path: Path) -> list[dict[str, Any]]:
     return out
 
 
+def _report(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _short(report: dict[str, Any] | None) -> dict[str, Any] | None:
+    names = ("signal", "aborted", "live_graphs_before", "live_graphs_after", "seconds")
+    return report and {name: report[name] for name in names}
+
+
+def _stack(path: Path) -> list[str]:
+    """The innermost frames of the main thread of a process that hung, without folders."""
+    text = path.read_text() if path.exists() else ""
+    frames = re.findall(r'File "(?:.*/)?(.*)", line (\d+) in (.*)', text)
+    if not frames and "no Python frame" in text:
+        return ["no Python frame: the interpreter has ended or is ending"]
+    return [f"{function} ({file}:{line})" for file, line, function in frames[:4]]
+
+
+def _signal_each(pids: Sequence[int], signum: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def child_words(task: dict[str, Any]) -> list[str]:
+    """What comes after `python`: the row's script, alone or behind the launcher."""
+    script = [str(HERE / "fault_child.py"), json.dumps(task)]
+    if task["helper"] != "launcher":
+        return script
+    return [str(HELPERS / "delete_graphs.py"), *launcher_words(task), *script]
+
+
+def launcher_words(task: dict[str, Any]) -> list[str]:
+    rank = "{rank}" if task["rank"] is None else task["rank"]
+    return ["--limit", str(task["helper_limit"]), "--report", f"{task['base']}.report{rank}", "--"]
+
+
 def _last_words(log: Path) -> str:
     """The last line of stderr without machine paths: what a user would have seen."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if any(map(str.isalpha, line))]
     return " ".join(word for word in (lines[-1] if lines else "").split() if "/" not in word)[:200]
 
 
@@ -493,6 +606,8 @@ def _command(options: argparse.Namespace) -> str:
         *options.where,
         "--how",
         *options.how,
+        "--helper",
+        *options.helper,
     ]
     return " ".join(words)
 
@@ -529,7 +644,7 @@ def _import_stack(graphs: Sequence[str]) -> None:
     """Import what the children need, once, without making a CUDA context."""
     wanted = ["delete_graphs", "workloads"]
     for kind in graphs:
-        key = "transformer_engine" if kind in GRAPHS[:4] else "partial" if kind in GRAPHS else STAND_IN
+        key = "transformer_engine" if kind in MEGATRON else "partial" if kind == "partial" else STAND_IN
         wanted = [*MODULES[key], *wanted]
     for name in dict.fromkeys(wanted):
         importlib.import_module(name)
@@ -542,12 +657,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--graphs", nargs="+", choices=(*GRAPHS, STAND_IN))
     parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE))
     parser.add_argument("--how", nargs="+", choices=sorted({*HOW, *HOW_OF_RANKS}))
-    parser.add_argument("--helper", nargs="+", choices=("with", "without"), default=["without", "with"])
+    parser.add_argument("--helper", nargs="+", choices=FORMS, default=["without", "library"])
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes a row, one GPU each; the last one meets the fault"
     )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="rows at once")
-    parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
+    parser.add_argument("--start", choices=("fork", "spawn", "torchrun"), default="fork")
     parser.add_argument(
         "--row-limit", type=float, default=60.0, metavar="SECONDS", help="a row's whole life (default 60)"
     )
@@ -559,11 +674,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.graphs = options.graphs or ([STAND_IN] if options.device == "cpu" else list(GRAPHS))
     options.how = options.how or list(HOW if options.ranks == 1 else HOW_OF_RANKS)
-    options.helper = [word == "with" for word in options.helper]
-    if options.device == "cpu" and options.graphs != [STAND_IN]:
-        parser.error(f"--device cpu has only --graphs {STAND_IN}")
+    if options.device == "cpu" and not set(options.graphs) <= set(ON_CPU):
+        parser.error(f"--device cpu has only --graphs {' '.join(ON_CPU)}")
     if options.device == "cuda" and STAND_IN in options.graphs:
         parser.error(f"--graphs {STAND_IN} needs --device cpu")
+    if options.start == "torchrun" and "sigterm_all" in options.how:
+        parser.error("--start torchrun has no --how sigterm_all: each rank leads a process group of its own")
     if options.ranks < 1 or options.parallel < 1:
         parser.error("--ranks and --parallel must be at least 1")
     return options
@@ -573,9 +689,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     # Compiled regions would cost each child seconds and change nothing here; is_available() must not make a context.
     os.environ.update(TORCHDYNAMO_DISABLE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
-    nvml = open_device() if options.device == "cuda" else None
+    nvml = open_devices(options.ranks) if options.device == "cuda" else None
     if options.device == "cuda" and nvml is None:
-        print("fault_matrix.py: no GPU here; --device cpu runs the matrix with stand-in graphs", file=sys.stderr)
+        missing = "no GPU" if options.ranks == 1 else f"not {options.ranks} GPUs"
+        print(f"fault_matrix.py: {missing} here; --device cpu runs the matrix with stand-in graphs", file=sys.stderr)
         return 2
     parent = os.getpid()
     try:
@@ -592,7 +709,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 3
     if child is not None:  # a forked child: from here on it is the training process and ends as one
-        return fault_child.run(child.row)
+        if child.row["helper"] != "launcher":
+            return fault_child.run(child.row)
+        import delete_graphs
+
+        return delete_graphs.main([*launcher_words(child.row), str(HERE / "fault_child.py"), json.dumps(child.row)])
     if options.json:
         shown = {name: result[name] for name in ("schema_version", "totals", "requirements")}
         print(json.dumps(shown, indent=1))

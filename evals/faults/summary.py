@@ -22,6 +22,7 @@ from fault_matrix import EXIT_CODES
 
 NOT_JUDGED = ("not made", "not reached", "survived", "failed before the fault", "hang before the fault")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
+FORM = {None: "without", "library": "library", "launcher": "launcher"}
 MIB = 1 << 20
 
 
@@ -34,6 +35,7 @@ def summary(result: dict[str, Any]) -> str:
     where = f"{machine.get('gpu', 'CPU')}, {configuration['ranks']} rank{'s' * (configuration['ranks'] > 1)}"
     stack = ", ".join(f"{name} {version}" for name, version in versions.items())
     each = "each a process a rank" if configuration["ranks"] > 1 else "each a process"
+    each += {"spawn": ", fresh interpreters", "torchrun": ", started by torchrun"}.get(configuration["start"], "")
     verdict = "Holds" if needs["hold"] else "Does not hold"
     required = f"no hang, out within {configuration['required_s']:.0f} s, the right exit code, device memory back"
     times = f"slowest {_seconds(needs['slowest_s'])}, median {_seconds(needs['median_s'])}"
@@ -48,12 +50,15 @@ def summary(result: dict[str, Any]) -> str:
     if memory["after_bytes"] is not None:
         before, after = memory["before_bytes"] // MIB, memory["after_bytes"] // MIB
         lines += [f"Device memory in use before the first row and after the last: {before} and {after} MiB.", ""]
+    if configuration["ranks"] > 1:
+        lines += [*_forms(rows), *_ends(rows)]
     for title, key in (("graphs", "graphs"), ("where", "where"), ("how", "how")):
         lines += [*_table(rows, title, lambda row, key=key: row[key]), ""]
     lines += _differences(rows)
     lines += _other_codes(rows)
     lines += _deleted(rows)
     lines += _unhelped(rows)
+    lines += _recaptured(rows)
     lines += _unjudged(rows)
     if result["rows_not_run"]:
         lines.append(
@@ -81,6 +86,57 @@ def _table(rows: list[dict[str, Any]], title: str, key: Callable[[dict[str, Any]
             + " |"
         )
     return out
+
+
+def _forms(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a way to use the helper: hangs, and how the peers of the failed rank left."""
+    out = [
+        "| helper | rows with a fault | hangs | exit codes of peers (rows) | slowest peer | slowest row | "
+        "live graphs left |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for form, name in FORM.items():
+        part = [r for r in rows if r.get("form") == form and r["how"] != "none" and _judged(r)]
+        if not part:
+            continue
+        codes = Counter(code for r in part for code in r["survivor_codes"])
+        shown = ", ".join(f"{_code(code)} ({n})" for code, n in sorted(codes.items(), key=lambda item: str(item[0])))
+        peers = [t for r in part if not r["hang"] for t in r["survivor_seconds"]]
+        reports = [report for r in part for report in (r["deleted"], *r["survivor_reports"]) if report]
+        left = sum(report["live_graphs_after"] for report in reports) if reports else "-"
+        slowest_peer = _seconds(max(peers, default=None))
+        out.append(f"| {name} | {len(part)} | {_hangs(part)} | {shown} | {slowest_peer} | {_slowest(part)} | {left} |")
+    return [*out, ""]
+
+
+def _code(code: int | None) -> str:
+    return "killed here, or not told" if code is None else str(code)
+
+
+def _ends(rows: list[dict[str, Any]]) -> list[str]:
+    """Orderly ends with graphs alive: destroy_process_group() is what the process calls last."""
+    part = [r for r in rows if r["how"] == "none" and _judged(r)]
+    if not part:
+        return []
+    out = [
+        "destroy_process_group() at an orderly end, with the graphs still referenced:",
+        "",
+        "| graphs | live graphs a rank | " + " | ".join(FORM.values()) + " |",
+        "|---|---|" + "---|" * len(FORM),
+    ]
+    for name in dict.fromkeys(r["graphs"] for r in part):
+        of_kind = {r.get("form"): r for r in part if r["graphs"] == name}
+        live = next((r["live_graphs_at_end"] for r in of_kind.values()), None)
+        cells = [_end(of_kind[form]) if form in of_kind else "not run" for form in FORM]
+        out.append(f"| {name.replace('_', ' ')} | {live} | {' | '.join(cells)} |")
+    return [*out, ""]
+
+
+def _end(row: dict[str, Any]) -> str:
+    if not row["hang"]:
+        return f"exit {row['exit_code']} after {_seconds(row['seconds_from_fault'])}"
+    stack = next((frames for frames in row["hung_in"].values()), [])
+    return "hang" + (f" in {stack[0]}" if stack else "")
 
 
 def _judged(row: dict[str, Any]) -> bool:
@@ -167,7 +223,7 @@ def _deleted(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _unhelped(rows: list[dict[str, Any]]) -> list[str]:
-    part = [r for r in rows if r["how"] in CANNOT_BE_HELPED and _judged(r)]
+    part = [r for r in rows if r["how"] in CANNOT_BE_HELPED and not r["survivor_codes"] and _judged(r)]
     if not part:
         return []
     ways = ", ".join(sorted({r["how"].replace("_", " ") for r in part}))
@@ -178,6 +234,18 @@ def _unhelped(rows: list[dict[str, Any]]) -> list[str]:
         f"What cannot be helped ({ways}): {len(part)} rows, exit codes {codes}, {_hangs(part)} hangs. No code ran, so "
         f"{reported} of them deleted anything; the driver freed the device memory in all but {left}.",
         "",
+    ]
+
+
+def _recaptured(rows: list[dict[str, Any]]) -> list[str]:
+    """Captures after a cleanup that failed: after the framework's own (without) or after the helper's (with)."""
+    part = [r for r in rows if r["where"] == "evaluation_recaptured"]
+    failed = Counter((r["graphs"], r["helper"]) for r in part if r["verdict"] == "not made")
+    ran = Counter((r["graphs"], r["helper"]) for r in part)
+    return [
+        f"{graphs.replace('_', ' ')} could not be captured again in {failed[graphs, False]} of {ran[graphs, False]} rows "
+        f"after the framework's own cleanup and in {failed[graphs, True]} of {ran[graphs, True]} after the helper's.\n"
+        for graphs in sorted({graphs for graphs, _ in failed})
     ]
 
 

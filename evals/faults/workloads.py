@@ -2,12 +2,13 @@
 """The smallest training loops that make each kind of graph, with places where a fault can be put.
 
 A workload has: eager_steps (training steps before the capture), capture(), step(), evaluate(), delete() (the cleanup
-that the framework itself offers) and recapture(). Every step reads a number back, as a training loop does with its loss. Kinds:
-transformer_engine, local, full_iteration, optimizer (megatron-core with Transformer Engine layers, one tensor-parallel
-group of all ranks, so that collectives are captured), partial (our manager) and torch_callable
+that the framework itself offers) and recapture(). Every step reads a number back, as training does with its loss.
+
+Kinds: transformer_engine, local, full_iteration, optimizer (megatron-core with Transformer Engine layers, one
+tensor-parallel group of all ranks, so that collectives are captured), partial (our manager) and torch_callable
 (torch.cuda.make_graphed_callables), both with an all-reduce inside, bare (one torch.cuda.CUDAGraph with an all-reduce),
-eager (the same loop as torch_callable without any graph: what a fault does anyway) and stand_in: no GPU, a graph object
-that only knows whether it is alive.
+eager (the loop of torch_callable without any graph: what a fault does anyway) and stand_in: no GPU, a graph object that
+only knows whether it is alive.
 """
 
 from __future__ import annotations
@@ -359,9 +360,9 @@ class Megatron:
 
         @torch.no_grad()
         def sgd():
-            points.optimizer(captured=True)
             norm = torch.stack([parameter.main_grad.square().sum() for parameter in parameters]).sum()
             dist.all_reduce(norm, group=group)
+            points.optimizer(captured=True)
             for parameter in parameters:
                 parameter.add_((parameter.main_grad / (1 + norm.sqrt())).to(parameter.dtype), alpha=-1e-4)
 

@@ -166,6 +166,7 @@ class Exits:
     def _rescue(self) -> None:
         """Much of the time is gone: delete and abort from this thread, to free a main thread stuck in a collective."""
         self.fault = self.fault or bool(self._signal_tokens)
+        groups.use_device_of_process()
         try:
             self._delete(lock_timeout=_RESCUE_LOCK_S)
         except TimeoutError as error:

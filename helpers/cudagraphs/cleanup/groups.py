@@ -109,6 +109,21 @@ def world_size() -> int:
         return 1
 
 
+def use_device_of_process() -> None:
+    """Make this thread use the GPU that the process has its memory on, if it is one.
+
+    A new thread is on device 0, where another rank works: a CUDA call from here would make a second context there.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        if cuda is not None and cuda.is_initialized():
+            used = [device for device in range(cuda.device_count()) if cuda.memory_reserved(device)]
+            if len(used) == 1:
+                cuda.set_device(used[0])
+    except Exception:  # a device that has failed answers no question; the rescue goes on
+        return
+
+
 def abort() -> str | None:
     """Abort every communicator, so that no rank waits for this one. Returns why not, or None when done or not needed.
 
