@@ -122,7 +122,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "--variant",
         "full_iteration",
     ),
-    "smoke-recipe-moe": ("--recipe", "evals/cases/migrate-04-to-06/workspace/recipe.py"),
+    "smoke-recipe-moe": ("--stack", "megatron-core", "--recipe", "evals/cases/migrate-04-to-06/workspace/recipe.py"),
     "smoke-te-bf16-launch": ("--stack", "transformer-engine"),
     "smoke-te-fp8-launch": ("--stack", "transformer-engine", "--precision", "fp8-delayed"),
     "smoke-torch-launch": ("--stack", "torch", "--sweep"),
