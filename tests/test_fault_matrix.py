@@ -57,6 +57,8 @@ def test_plan_has_every_combination_once_and_all_places_in_each_round():
         assert {(g, w) for g, w, _ in part} == places
     assert rows == fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=1)
     assert rows != fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=2)
+    other_ends = fault_matrix.plan_rows(fault_matrix.GRAPHS, fault_matrix.WHERE, how, seed=1, ends=["bare"])
+    assert other_ends == [("bare", "end", "none"), *faults]
 
 
 @pytest.mark.parametrize(

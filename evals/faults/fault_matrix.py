@@ -35,6 +35,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -123,15 +124,18 @@ def applies(graphs: str, where: str) -> bool:
     return where not in MISSING.get(graphs, ())
 
 
-def plan_rows(graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int) -> list[tuple[str, str, str]]:
+def plan_rows(
+    graphs: Sequence[str], where: Sequence[str], how: Sequence[str], seed: int, ends: Sequence[str] | None = None
+) -> list[tuple[str, str, str]]:
     """Combinations in rounds: each round visits every place of every kind of graph once, with the next way to fail.
 
-    So a run that ends early has seen all places, and every way about equally often. The orderly ends come first.
+    So a run that ends early has seen all places, and every way about equally often. The orderly ends, of `graphs` unless
+    `ends` says otherwise, come first.
     """
     places = [(g, w) for g in graphs for w in where if applies(g, w)]
     random.Random(seed).shuffle(places)
     faults = [(g, w, how[(i + turn) % len(how)]) for turn in range(len(how)) for i, (g, w) in enumerate(places)]
-    return [(g, *END) for g in graphs] + faults
+    return [(g, *END) for g in (graphs if ends is None else ends)] + faults
 
 
 @dataclass
@@ -181,7 +185,7 @@ class Matrix:
         self.folder = Path(tempfile.mkdtemp(prefix="fault-matrix-"))
         self.queue = [
             Row(*combination, form=form)
-            for combination in plan_rows(options.graphs, options.where, options.how, options.seed)
+            for combination in plan_rows(options.graphs, options.where, options.how, options.seed, options.ends)
             for form in options.helper
         ]
         self.running: list[Row] = []
@@ -608,6 +612,7 @@ def _command(options: argparse.Namespace) -> str:
         *options.how,
         "--helper",
         *options.helper,
+        *(["--ends", *options.ends] if options.ends else []),
     ]
     return " ".join(words)
 
@@ -655,6 +660,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--graphs", nargs="+", choices=(*GRAPHS, STAND_IN))
+    parser.add_argument("--ends", nargs="+", choices=(*GRAPHS, STAND_IN), help="orderly ends (default: of --graphs)")
     parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE))
     parser.add_argument("--how", nargs="+", choices=sorted({*HOW, *HOW_OF_RANKS}))
     parser.add_argument("--helper", nargs="+", choices=FORMS, default=["without", "library"])
@@ -674,9 +680,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.graphs = options.graphs or ([STAND_IN] if options.device == "cpu" else list(GRAPHS))
     options.how = options.how or list(HOW if options.ranks == 1 else HOW_OF_RANKS)
-    if options.device == "cpu" and not set(options.graphs) <= set(ON_CPU):
+    named = {*options.graphs, *(options.ends or ())}
+    if options.device == "cpu" and not named <= set(ON_CPU):
         parser.error(f"--device cpu has only --graphs {' '.join(ON_CPU)}")
-    if options.device == "cuda" and STAND_IN in options.graphs:
+    if options.device == "cuda" and STAND_IN in named:
         parser.error(f"--graphs {STAND_IN} needs --device cpu")
     if options.start == "torchrun" and "sigterm_all" in options.how:
         parser.error("--start torchrun has no --how sigterm_all: each rank leads a process group of its own")
@@ -697,12 +704,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getpid()
     try:
         if options.start == "fork":
-            _import_stack(options.graphs)
+            _import_stack([*options.graphs, *(options.ends or ())])
         matrix = Matrix(options, nvml)
         child = matrix.run()
         result = None if child is not None else matrix.result()
         if result is not None:
             write_atomically(options.out, result)
+            shutil.rmtree(matrix.folder)
     except Exception:
         if os.getpid() != parent:
             raise
