@@ -20,7 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "helpers")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "multi_gpu"), str(HERE.parents[1] / "helpers")]
+
+import share_gpu  # noqa: E402
 
 NOT_MADE, SURVIVED, NOT_REACHED = 96, 97, 98
 SYS_EXIT_CODE, OS_EXIT_CODE = 3, 9
@@ -113,7 +116,9 @@ def run(row: dict[str, Any]) -> int:
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if row["share_gpu"]:
+        os.environ.update(share_gpu.environment(rank))
+    device = torch.device("cuda", 0 if row["share_gpu"] else rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"

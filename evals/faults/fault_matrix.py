@@ -234,6 +234,7 @@ class Matrix:
             "ranks": ranks,
             "faulty_rank": ranks - 1,
             "device": self.options.device,
+            "share_gpu": self.options.share_gpu,
             "seed": self.options.seed,
             "helper_limit": HELPER_LIMIT_S,
             "base": row.base,
@@ -382,6 +383,7 @@ class Matrix:
             "configuration": {
                 "ranks": self.options.ranks,
                 "device": self.options.device,
+                "share_gpu": self.options.share_gpu,
                 "start": self.options.start,
                 "seed": self.options.seed,
                 "parallel_rows": self.options.parallel,
@@ -667,6 +669,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes a row, one GPU each; the last one meets the fault"
     )
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="all ranks on one GPU, see ../multi_gpu/share_gpu.py"
+    )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="rows at once")
     parser.add_argument("--start", choices=("fork", "spawn", "torchrun"), default="fork")
     parser.add_argument(
@@ -696,9 +701,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     # Compiled regions would cost each child seconds and change nothing here; is_available() must not make a context.
     os.environ.update(TORCHDYNAMO_DISABLE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
-    nvml = open_devices(options.ranks) if options.device == "cuda" else None
+    gpus = 1 if options.share_gpu else options.ranks
+    nvml = open_devices(gpus) if options.device == "cuda" else None
     if options.device == "cuda" and nvml is None:
-        missing = "no GPU" if options.ranks == 1 else f"not {options.ranks} GPUs"
+        missing = "no GPU" if gpus == 1 else f"not {gpus} GPUs"
         print(f"fault_matrix.py: {missing} here; --device cpu runs the matrix with stand-in graphs", file=sys.stderr)
         return 2
     parent = os.getpid()

@@ -33,6 +33,7 @@ def summary(result: dict[str, Any]) -> str:
     rows, machine, versions = result["rows"], result["machine"], result["versions"]
     configuration, needs, memory = result["configuration"], result["requirements"], result["device_memory"]
     where = f"{machine.get('gpu', 'CPU')}, {configuration['ranks']} rank{'s' * (configuration['ranks'] > 1)}"
+    where += " that share the GPU" if configuration.get("share_gpu") else ""
     stack = ", ".join(f"{name} {version}" for name, version in versions.items())
     each = "each a process a rank" if configuration["ranks"] > 1 else "each a process"
     each += {"spawn": ", fresh interpreters", "torchrun": ", started by torchrun"}.get(configuration["start"], "")

@@ -279,7 +279,7 @@ class StandIn(TorchWorkload):
 class Megatron:
     """A GPT of two layers on megatron-core, captured by megatron-core's own implementations."""
 
-    def __init__(self, kind: str, points: Points, rank: int, ranks: int, seed: int) -> None:
+    def __init__(self, kind: str, points: Points, rank: int, ranks: int, seed: int, device: torch.device) -> None:
         from cudagraphs.capture import plan, variants
         from cudagraphs.capture.stacks.batches import Batches
         from cudagraphs.capture.stacks.megatron import Trainer
@@ -298,7 +298,7 @@ class Megatron:
                 ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather"), False
             ),
             "rank": rank,
-            "local_rank": rank,
+            "local_rank": device.index,
             "seed": seed,
             "config": plan.config_fields("dense", shape, "bf16", 0.0, parallel),
             "drill": None,
@@ -425,6 +425,6 @@ def _megatron_minor() -> int:
 
 def build(kind: str, points: Points, rank: int, ranks: int, seed: int, device: torch.device):
     if kind in MEGATRON_KINDS:
-        return Megatron(kind, points, rank, ranks, seed)
+        return Megatron(kind, points, rank, ranks, seed, device)
     kinds = {"partial": Partial, "torch_callable": TorchCallables, "bare": Bare, "eager": Eager, STAND_IN: StandIn}
     return kinds[kind](points, device)
