@@ -336,6 +336,20 @@ def _call_costs(document: dict) -> str:
             else:
                 rows.append((kind, name, *(cell(times[way]["median"]) for way in ("forward", "step"))))
     text = table(("module", "captured by", "forward, host us", "forward and backward, host us"), rows)
+    over = document.get("ours_over", {})
+    if over:
+        text += "\n\nOurs over a peer, the median of the ratios within a round:\n\n" + table(
+            ("module", "peer", "forward", "forward and backward", "aim"),
+            [(kind, peer, cell(found["forward"]), cell(found["step"]), cell(found["aim"]))
+             for kind, peers in over.items() for peer, found in peers.items()],
+        )  # fmt: skip
+    gained = document.get("gained_microseconds", {})
+    if gained:
+        text += "\n\nWhat each technique gains, host us:\n\n" + table(
+            ("module", "technique", "forward", "forward and backward"),
+            [(kind, name, cell(found["forward"]), cell(found["step"]))
+             for kind, names in gained.items() for name, found in names.items()],
+        )  # fmt: skip
     memory = document.get("memory_of_24_entries", {})
     if memory:
         text += "\n\n" + table(

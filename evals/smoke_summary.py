@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+from cudagraphs import rules  # noqa: E402
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
@@ -54,6 +58,13 @@ def load(path: Path) -> dict:
     return {**result, "file": path.name}
 
 
+def times_count(result: dict) -> bool:
+    """Whether the times say anything: not where ranks shared a GPU, nor after a single round."""
+    used = result["parallel"]
+    shared = 0 < used.get("gpus", 0) < used["world"]
+    return not shared and max((len(out["rounds_ms"]) for out in result["variants"]), default=0) != 1
+
+
 def figures(result: dict) -> dict:
     """The figures that documents quote from one result, rounded as they are quoted."""
     eager = next(out for out in result["variants"] if out["name"] == "none")
@@ -72,6 +83,7 @@ def figures(result: dict) -> dict:
         "eager_ms": round(eager["timing"]["median"], 2) if eager["timing"] else None,
         "busy_share": round(busy["busy_share"], 3) if busy else None,
         "best_speedup": round(busy["best_speedup"], 2) if busy else None,
+        "times_count": times_count(result),
         "seconds": round(result["seconds"]["total"], 1),
         "recommended": result["recommendation"]["variant"],
         "variants": {out["name"]: _figures_of(out) for out in result["variants"] if out["captured"] is not None},
@@ -115,7 +127,9 @@ def _section(result: dict) -> str:
     if shape["experts"]:
         size += f", {shape['experts']} experts top-{shape['top_k']}"
     lines = [f"### {result['stack']}, {result['model']}, {result['precision']}{parallel(result)}: {size}", ""]
-    if quoted["busy_share"] is not None:
+    if not times_count(result):
+        lines.append("Parity, replay and exits only: the times of this run say nothing.")
+    elif quoted["busy_share"] is not None:
         lines.append(
             f"Eager step {quoted['eager_ms']} ms, GPU busy {quoted['busy_share']:.0%} of it: no graph can give more "
             f"than {quoted['best_speedup']}x. Eager against its own repeat: {_repeat(result)}. Recommended: "
@@ -127,16 +141,22 @@ def _section(result: dict) -> str:
         "",
         "| " + " | ".join(_HEAD) + " |",
         "|" + "---|" * len(_HEAD),
-        *("| " + " | ".join(_row(out)) + " |" for out in result["variants"] if out["captured"] is not None),
+        *(
+            "| " + " | ".join(_row(out, times_count(result))) + " |"
+            for out in result["variants"]
+            if out["captured"] is not None
+        ),
     ]
-    wrong = [f"- `{out['name']}`: {out['against_rules']}" for out in result["variants"] if out["against_rules"]]
+    codes = ", ".join(rule.code for rule in rules.REGISTRY if f"/{result['file']}" in rule.source)
+    since = f" (since then: {codes})" if codes else ""
+    wrong = [f"- `{out['name']}`: {out['against_rules']}{since}" for out in result["variants"] if out["against_rules"]]
     if wrong:
         lines += ["", *wrong]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items() if number)
     lines += [
         "",
         f"From `{result['file']}`, {result['machine'].get('gpu', 'CPU')}, {result['date'][:10]}, {versions}:",
-        f"`{_environment(result)}{result['command']}`",
+        f"`{command(result)}`",
     ]
     return "\n".join(lines)
 
@@ -149,15 +169,31 @@ def parallel(result: dict) -> str:
     parts = []
     if used["world"] > 1:
         shared = 0 < used.get("gpus", 0) < used["world"]
-        parts.append(f"{used['world']} ranks on {used['gpus']} GPU (no times)" if shared else f"{used['world']} GPUs")
+        parts.append(f"{used['world']} ranks that share {used['gpus']} GPU" if shared else f"{used['world']} GPUs")
     parts += [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     parts += [name for name in options if used.get(name)]
     parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]
     return "".join(f", {part}" for part in parts)
 
 
-def _environment(result: dict) -> str:
-    return "".join(f"{name}={value} " for name, value in sorted(result["environment"].items()) if name in _ALLOCATION)
+def command(result: dict) -> str:
+    """The command with its environment and launcher."""
+    used, text = result["parallel"], result["command"]
+    if 0 < used.get("gpus", 0) < used["world"]:
+        text = text.replace("python ", f"python evals/multi_gpu/share_gpu.py --ranks {used['world']} -- ", 1)
+    elif used["world"] > 1:
+        text = text.replace("python ", f"torchrun --nproc-per-node {used['world']} ", 1)
+    return "".join(
+        f"{name}={value} " for name, value in sorted(result["environment"].items()) if name in _ALLOCATION
+    ) + text
+
+
+def verdict(result: dict, out: dict) -> str:
+    """The verdict of a variant, without its speed where the times say nothing."""
+    if times_count(result) or not out["speedup"]:
+        return out["verdict"]
+    parts = out["verdict"].split(", ")
+    return ", ".join(part for part in parts if not re.match(r"(faster|slower|neutral) [\d.]+x \[[\d.]+$|[\d.]+\]$", part))
 
 
 def _repeat(result: dict) -> str:
@@ -183,8 +219,8 @@ def _parity(out: dict) -> str:
     return out["parity"]["verdict"] if len(set(verdicts)) < 2 else ", ".join(verdicts) + " (by rank)"
 
 
-def _row(out: dict) -> tuple[str, ...]:
-    steps, speed, cleanup = out["timing"], out["speedup"], out["cleanup"]
+def _row(out: dict, times: bool) -> tuple[str, ...]:
+    steps, speed, cleanup = out["timing"] if times else None, out["speedup"] if times else None, out["cleanup"]
     launches = out["replay"]["profiler_launches"]
     return (
         f"`{out['name']}`",
@@ -211,7 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"smoke_summary.py: {error}", file=sys.stderr)
         return 2
     if args.plots:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
         from cudagraphs.capture import plot
 
         args.plots.mkdir(parents=True, exist_ok=True)

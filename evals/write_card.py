@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "helpers"), str(ROOT / "evals")]
 
 from cudagraphs.rules import REGISTRY  # noqa: E402
-from smoke_summary import parallel  # noqa: E402
+from smoke_summary import command, parallel, verdict  # noqa: E402
 
 CARD = ROOT / "card.yaml"
 RESULTS = ROOT / "evals" / "results"
@@ -110,12 +110,12 @@ def smoke(path: Path, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "what": f"{what}: {variant['name']}",
-            "result": variant["verdict"],
+            "result": verdict(result, variant),
             "date": result["date"][:10],
             "machine": result["machine"].get("gpu", "CPU"),
             "versions": ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k in ("torch", "transformer-engine", "megatron-core")),
             "file": str(path.relative_to(ROOT)),
-            "command": result["command"],
+            "command": command(result),
         }
 
 

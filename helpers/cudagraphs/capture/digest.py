@@ -43,7 +43,7 @@ class Digester:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._signs: dict[str, torch.Tensor] = {}
+        self._signs: dict[tuple[str, int], torch.Tensor] = {}
         self._weights: dict[int, torch.Tensor] = {}
 
     def groups(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict]:
@@ -84,11 +84,13 @@ class Digester:
         return torch.cat([head, sketch]), code
 
     def _sign(self, name: str, size: int) -> torch.Tensor:
-        if name not in self._signs:
+        # a sharded optimizer's part of a parameter has the parameter's name and another size
+        key = (name, size)
+        if key not in self._signs:
             source = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
             bits = torch.randint(0, 2, (size,), generator=source, device=self._device, dtype=torch.int8)
-            self._signs[name] = bits * 2 - 1
-        return self._signs[name]
+            self._signs[key] = bits * 2 - 1
+        return self._signs[key]
 
     def _weight(self, size: int) -> torch.Tensor:
         """Odd multipliers, different for every place, so that a swap of two elements changes the sum modulo 2**64."""

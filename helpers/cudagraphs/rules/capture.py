@@ -87,6 +87,14 @@ def _dynamic_experts_fix(f: Facts, v: Versions) -> dict[str, Any]:
     return mends.off(f, v)
 
 
+def _te_instead_fix(f: Facts, v: Versions) -> dict[str, Any]:
+    """The same scopes captured by Transformer Engine; graphs off where the version refuses that."""
+    wanted = tuple(f["graph.modules"])
+    if not mends.rejected(config_rules(v.minor), mends.Overlay(f, "transformer_engine", wanted), v):
+        return {"cuda_graph_impl": "transformer_engine", **mends.scopes(f, v, wanted)}
+    return mends.off(f, v)
+
+
 def _without(name: str, *more: str):
     """The fix that drops scopes; graphs off where none is left."""
 
@@ -885,5 +893,63 @@ RULES = (
         upstream=("cudaErrorStreamCaptureImplicit",),
         bad=(Example(FULL, NEW),),
         good=(Example(LOCAL, NEW), Example(FULL, {**NEW, "torch": "2.10"})),
+    ),
+    Rule(
+        code="CG729",
+        title="Routers of a hybrid model's dropless experts, captured by the local implementation",
+        layer="capture",
+        severity="runtime",
+        mcore=(19, None),
+        when=lambda f, v: (
+            local_layers(f)
+            and not plain_gpt(f)
+            and "moe_router" in f["graph.modules"]
+            and not (dense(f) or drop_and_pad(f))
+        ),
+        message="local graphs of moe_router in a hybrid model with dropless experts",
+        mend="capture the same scopes with transformer_engine; local graphs of attn alone work too",
+        fix=_te_instead_fix,
+        why="The capture succeeds, and the first replay fails on the device: a device-side assert, a failed launch of "
+        "the grouped matrix product, or a hang. No check stops it.",
+        source="megatron/core/transformer/transformer_layer.py MoETransformerLayer._forward_mlp (no check); seen on "
+        "megatron-core 0.19.2 with three combinations of scopes (evals/results/gpu/smoke-mcore-hybrid-moe-local.json)",
+        bad=(
+            Example({**LOCAL, **MOE, "cuda_graph_modules": ["moe_router"], "model.has_mamba": True}, NEW),
+            Example(
+                {
+                    **LOCAL,
+                    **MOE,
+                    "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"],
+                    "model.has_mamba": True,
+                },
+                NEW,
+            ),
+        ),
+        good=(
+            Example({**LOCAL, **MOE, "cuda_graph_modules": ["attn"], "model.has_mamba": True}, NEW),
+            Example({**TE, **MOE, "cuda_graph_modules": ["moe_router"], "model.has_mamba": True}, NEW),
+        ),
+    ),
+    Rule(
+        code="CG730",
+        title="Local graphs of pipeline stages",
+        layer="capture",
+        severity="runtime",
+        mcore=(19, None),
+        when=lambda f, v: local_layers(f) and f["pipeline_model_parallel_size"] > 1,
+        message="pipeline_model_parallel_size={pipeline_model_parallel_size} with the local implementation",
+        mend="capture with transformer_engine or full_iteration, which work in a pipeline",
+        fix=_te_instead_fix,
+        why="A tensor that several microbatches share (the rotary embedding) keeps its buffer in use when the first "
+        "backward graph is created, and the creation asserts that none is. With one stage a single microbatch is "
+        "recorded, and the assert holds.",
+        source="megatron/core/transformer/cuda_graphs.py _CudagraphGlobalRecord._create_cudagraphs; seen on "
+        "megatron-core 0.19.2 with two stages on both ranks (evals/results/gpu/smoke-2gpu-pp2-shared.json)",
+        upstream=("assert fwd_buffer_reuse_ref_count == 0",),
+        bad=(Example({**LOCAL, "pipeline_model_parallel_size": 2, "cuda_graph_modules": ["attn"]}, NEW),),
+        good=(
+            Example({**LOCAL, "cuda_graph_modules": ["attn"]}, NEW),
+            Example({**TE, "pipeline_model_parallel_size": 2, "cuda_graph_modules": ["attn"]}, NEW),
+        ),
     ),
 )
