@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from cudagraphs.partial import replay
 from fake_graphs import FakeBackend
 from partial_graphs import FallbackError, PartialCudaGraphManager
 from test_partial_graphs_replay import Block, Model, Pair, Repeats, Straight, assert_same, loss_of, tokens, train
@@ -12,6 +13,12 @@ from torch.utils.checkpoint import checkpoint
 MERGE, ACCUMULATE = {"merge": True}, {"accumulate_in_graph": True}
 BOTH = {**MERGE, **ACCUMULATE}
 MODES = pytest.mark.parametrize("mode", [MERGE, ACCUMULATE, BOTH], ids=["merge", "accumulate", "both"])
+
+
+@pytest.fixture(autouse=True, params=[replay.LARGE, 0], ids=["gradients at the end", "gradients at once"])
+def large(request, monkeypatch):
+    """Graphs that accumulate put small gradients away at the end of the pass, large ones as they come."""
+    monkeypatch.setattr(replay, "LARGE", request.param)
 
 
 def launches(pair, run):

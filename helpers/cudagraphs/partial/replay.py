@@ -22,6 +22,8 @@ from cudagraphs.partial.gradients import Accumulators, make_backward, storage_co
 from cudagraphs.partial.guards import Guard, GuardBuilder, add_hook_checks, add_state_checks
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
 
+LARGE = 1 << 20  # bytes; a copy of that size is no longer a matter of launching it
+
 
 class Slot:
     """One replica of a signature's graphs.
@@ -86,39 +88,57 @@ class Slot:
         differentiable = self.body.differentiable(self.inputs)
         split = self._split()
         buffers = self.accumulators.buffers if self.accumulators is not None else []
+        receiving = [at for at, reached in enumerate(self.analysis.reaches) if at >= split and reached]
 
         def gradients(outputs: list[torch.Tensor], positions: list[int]) -> list[torch.Tensor | None]:
             return list(torch.autograd.grad([outputs[trainable[position]] for position in positions], differentiable,
                                             [grad_outputs[position] for position in positions], retain_graph=True,
                                             allow_unused=True))
 
-        def write(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-            found = gradients(outputs, self.lean)
-            if self.accumulators is None:
-                return found
-            torch._foreach_copy_(buffers, [gradient for gradient in found[split:] if gradient is not None])
+        def stored(outputs: list[torch.Tensor], positions: list[int], put: Callable[..., Any],
+                   put_all: Callable[..., Any]) -> list[torch.Tensor | None]:
+            """The gradients of the inputs; those of the parameters go to the accumulators. Large ones go as soon as
+            they are there, which frees their memory for the rest of the pass, the small ones together at its end."""
+            hooks = []
+            for at, buffer in zip(receiving, buffers):
+                if buffer.nbytes >= LARGE:
+                    hooks.append(differentiable[at].register_hook(_put_away(buffer, put)))
+            try:
+                found = gradients(outputs, positions)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            left = [(buffer, found[at]) for at, buffer in zip(receiving, buffers)
+                    if found[at] is not None and found[at].data_ptr() != buffer.data_ptr()]
+            if left:
+                put_all(*map(list, zip(*left)))
             return found[:split]
 
-        def overwrite(positions: list[int], into_buffers: Callable[..., Any]) -> Callable[..., list]:
+        def write(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+            if not buffers:
+                return gradients(outputs, self.lean)
+            return stored(outputs, self.lean, torch.Tensor.copy_, torch._foreach_copy_)
+
+        def overwrite(positions: list[int], put: Callable[..., Any],
+                      put_all: Callable[..., Any]) -> Callable[..., list]:
             """A further graph whose gradients go where those of `write` went."""
             def run(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-                found = [gradient for gradient in gradients(outputs, positions)]
+                found = stored(outputs, positions, put, put_all) if buffers else gradients(outputs, positions)
                 targets = [static for static in self.grad_inputs if static is not None]
                 values = [gradient for gradient, static in zip(found, self.grad_inputs) if static is not None]
                 if targets:
                     torch._foreach_copy_(targets, values)
-                if buffers:
-                    into_buffers(buffers, [gradient for gradient in found[split:] if gradient is not None])
                 return []
             return run
 
         self.write_graph = backend.capture(write, pool, self.forward_graph)
         self.grad_inputs = self.write_graph.outputs
         if buffers:
-            self.add_graph = backend.capture(overwrite(self.lean, torch._foreach_add_), pool, self.forward_graph)
+            adding = overwrite(self.lean, torch.Tensor.add_, torch._foreach_add_)
+            self.add_graph = backend.capture(adding, pool, self.forward_graph)
         if len(self.lean) < len(trainable):
-            self.full_graph = backend.capture(overwrite(list(range(len(trainable))), torch._foreach_copy_), pool,
-                                              self.forward_graph)
+            everything = overwrite(list(range(len(trainable))), torch.Tensor.copy_, torch._foreach_copy_)
+            self.full_graph = backend.capture(everything, pool, self.forward_graph)
 
     def finish(self) -> None:
         """Build the replay functions. `settle` must follow once every slot of the manager is finished."""
@@ -331,6 +351,15 @@ class Slot:
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
         self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
         self.borrowed, self._lenders, self.accumulators, self.pending = {}, [], None, None
+
+
+def _put_away(buffer: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """A tensor hook that copies or adds a gradient to `buffer` and goes on with that."""
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        put(buffer, gradient)
+        return buffer
+
+    return hook
 
 
 def _unfinished(*_: Any) -> Any:
