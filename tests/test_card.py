@@ -50,8 +50,9 @@ def test_files_exist():
 
 def test_figures_are_those_of_the_result_files():
     for row in CARD["measured_results"]:
-        source = json.loads((ROOT / row["file"]).read_text())
-        assert row["result"] in json.dumps(source, ensure_ascii=False), row
+        source = json.dumps(json.loads((ROOT / row["file"]).read_text()), ensure_ascii=False)
+        # a speed is left out where the times of the run say nothing
+        assert all(part in source for part in row["result"].split(", ")), row
 
 
 def test_generated_part_is_up_to_date():
