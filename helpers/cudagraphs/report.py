@@ -177,7 +177,7 @@ def sarif(results: Iterable[tuple[str, Finding]], rules: Iterable[Any]) -> dict[
                     {
                         "ruleId": finding.code,
                         "level": SARIF_LEVELS[finding.severity],
-                        "message": {"text": f"{name}: {finding.message} Mend: {finding.mend}"},
+                        "message": {"text": f"{name}: {finding.message}\nMend: {finding.mend}"},
                         "locations": [_sarif_location(source) for source in finding.locations],
                     }
                     for name, finding in results
@@ -205,8 +205,8 @@ def github_annotation(name: str, finding: Finding, path: str) -> str:
         return text.replace(":", "%3A").replace(",", "%2C") if in_property else text
 
     place = f"file={escaped(source.path, True)},line={source.line},title={escaped(finding.code, True)}"
-    needs = f" Not decided: needs {', '.join(finding.needs)}." if finding.needs else ""
-    message = escaped(f"{name}: {finding.message}{needs} Mend: {finding.mend}")
+    needs = f"\nNot decided: needs {', '.join(finding.needs)}" if finding.needs else ""
+    message = escaped(f"{name}: {finding.message}{needs}\nMend: {finding.mend}")
     return f"::{GITHUB_LEVELS[finding.severity]} {place}::{message}"
 
 
