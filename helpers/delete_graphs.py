@@ -16,7 +16,8 @@ Usage, with one line:
     report = delete_graphs.delete_cuda_graphs()               now; idempotent
 
 Options:
-    --limit SECONDS   time from a fault to the end of the process (default 8); an orderly end has four times as long
+    --limit SECONDS   time from a fault to the end of the process (default 8); an orderly end has four times as long; with
+                      peers half of it, and five eighths for a main thread that is stuck when a signal comes
     --report FILE     write what was deleted as JSON; under several ranks name it with {rank}
 
 Output: nothing on stdout, which belongs to the program. On stderr one line for each graph that could not be deleted,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import delete_graphs
-from cudagraphs.cleanup import groups
+from cudagraphs.cleanup import exits, groups
 
 HELPER = Path(delete_graphs.__file__)
 PATIENCE_S = 60  # how long a test waits; never part of a verdict
@@ -387,6 +387,107 @@ def test_a_stuck_main_thread_is_left_behind(site):
     assert code == 128 + signal.SIGTERM
     assert site.events() == ["reset graph", "abort with 0 graphs"]
     assert "leaving on SIGTERM" in err and "in stuck" in err
+
+
+GROUPS = """
+    import threading, time
+    from torch.distributed import distributed_c10d
+    from torch.log import log
+    class Group:
+        def __init__(self, name, other=None):
+            self.name, self.other, self.called = name, other, threading.Event()
+        def abort(self):
+            self.called.set()
+            if self.other is not None:
+                self.other.called.wait()  # NCCL: its stream is behind a kernel of the other communicator
+            log("aborted " + self.name)
+    torch.distributed.init_process_group()
+"""
+
+
+def test_communicators_that_wait_for_each_other_are_aborted_together(site):
+    """One abort after the other would wait for ever, whatever the order."""
+    script = (
+        with_graph(GROUPS)
+        + textwrap.dedent("""
+        first, second = Group("first"), Group("second")
+        first.other, second.other = second, first
+        distributed_c10d._world = type("World", (), {"pg_names": {first: "0", second: "1"}})
+        raise RuntimeError("injected")
+    """)
+    )
+    code, _, _ = site.run(script)
+    assert code == 1
+    assert site.events()[0] == "reset graph" and site.events()[3] == "abort with 0 graphs"
+    assert sorted(site.events()[1:3]) == ["aborted first", "aborted second"]
+
+
+ABORT_HANGS = textwrap.dedent("""
+    distributed_c10d._world = type("World", (), {"pg_names": {Group("stuck", Group("never")): "0"}})
+""")
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('injected')", "try: 1 / 0\nfinally: torch.distributed.destroy_process_group()"])
+def test_with_peers_an_abort_that_never_returns_is_left_behind(site, how):
+    code, _, err = site.run(with_graph(GROUPS) + ABORT_HANGS + how + "\n", options=("--limit", "2"))
+    assert code == 75 and "leaving with exit code 75" in err
+
+
+def test_after_a_fault_with_peers_all_stages_share_half_of_the_limit(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(exits.time, "monotonic", lambda: clock[0])
+    leaving = object.__new__(exits.Exits)
+    leaving.limit, leaving.had_peers, leaving._fault_ends = 8.0, False, None
+    assert leaving._time_to_leave(fault=False) == 32 and leaving._time_to_leave(fault=True) == 8
+    leaving.had_peers = True
+    assert leaving._time_to_leave(fault=False) == 32 and leaving._time_to_leave(fault=True) == 4
+    clock[0] += 1.5
+    assert leaving._time_to_leave(fault=True) == 2.5
+    clock[0] += 2.4
+    assert leaving._time_to_leave(fault=True) == 1  # a stage has that much at least
+    clock[0] += 60
+    assert leaving._time_to_leave(fault=True) == 4  # the program caught that fault, and this is another
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 8.0), (2, 5.0)])
+def test_a_stuck_main_thread_has_less_time_where_there_are_peers(monkeypatch, ranks, seconds):
+    armed = []
+    leaving = object.__new__(exits.Exits)
+    leaving.limit, leaving._signal_tokens = 8.0, {}
+    leaving.watchdog = SimpleNamespace(arm=lambda *words, **more: armed.append((words, more)))
+    monkeypatch.setattr(exits.groups, "world_size", lambda: ranks)
+    leaving._arm_signal(signal.SIGTERM)
+    ((after, _, status), more) = armed[0]
+    assert after == seconds and status == 143 and after * more["rescue_share"] == 2
+
+
+def test_a_stuck_main_thread_whose_rescue_never_returns_is_left_behind(site):
+    script = (
+        with_graph(GROUPS)
+        + ABORT_HANGS
+        + "import os, signal\nthreading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        + textwrap.dedent(STUCK)
+        + "stuck()\n"
+    )
+    code, _, err = site.run(script, options=("--limit", "2"))
+    assert code == 128 + signal.SIGTERM and "leaving on SIGTERM" in err
+
+
+def test_with_peers_a_main_thread_that_reacts_keeps_the_limit_for_its_own_cleanup(site):
+    script = (
+        with_graph(GROUPS)
+        + textwrap.dedent("""
+        import os, signal
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        try:
+            time.sleep(30)
+        finally:
+            time.sleep(2.2)  # more than five eighths of the limit
+            log("own cleanup")
+    """)
+    )
+    code, _, _ = site.run(script, options=("--limit", "3"))
+    assert code == -signal.SIGTERM and "own cleanup" in site.events()
 
 
 @pytest.mark.parametrize(

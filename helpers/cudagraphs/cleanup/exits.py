@@ -24,9 +24,15 @@ DEFAULT_LIMIT_S = 8.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # An orderly end may be slow on a busy machine, and cutting it makes a failure of a run that succeeded.
 ORDERLY_FACTOR = 4
-# After a signal: the share of the limit that a main thread has to react, before it counts as stuck in a collective;
-# once it has reacted, the program's own cleanup has more.
-_STUCK_SHARE, _UNWINDING_SHARE = 0.25, 0.5
+# With peers two processes leave one after the other: first the one that failed, and then, once its launcher has seen that
+# and signalled them, those that wait for it in a collective. Neither may use up the limit (8 s, out within 10 s of the
+# fault): half of it for the first, 4 s, and for the others, whose main thread does not react, five eighths, 5 s.
+_FAULT_SHARE_WITH_PEERS = 0.5
+# After a signal: the share of the limit that a main thread has to react, before it counts as stuck in a collective and is
+# rescued, and the share after which a process leaves whose main thread has not reacted then. Once it has reacted, the
+# program's own cleanup has the whole limit, and a rescue comes at half of it.
+_STUCK_SHARE, _STUCK_END_SHARE, _UNWINDING_SHARE = 0.25, 0.625, 0.5
+_LAST_STAGE_SHARE = 0.125  # what a stage of the way out has at least, when those before it took the time
 _RESCUE_LOCK_S = 0.5
 _ABORT_LOCK_S = 1.0  # how long to wait for an abort that the other thread is in
 _LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
@@ -53,6 +59,8 @@ class Exits:
         self.leaving = False
         self.finished = False
         self.aborted = False
+        self.had_peers = False  # an abort forgets the groups
+        self._fault_ends: float | None = None
         self._aborting = threading.Lock()
         self.last_report: DeletionReport | None = None
         self.watchdog = Watchdog(self._rescue, who_keeps_graphs)
@@ -138,8 +146,9 @@ class Exits:
     def _arm_signal(self, signum: int) -> None:
         if signum not in self._signal_tokens:
             name = signal.Signals(signum).name
+            share = _STUCK_END_SHARE if groups.world_size() > 1 else 1.0
             self._signal_tokens[signum] = self.watchdog.arm(
-                self.limit, f"leaving on {name}", 128 + signum, rescue_share=_STUCK_SHARE
+                share * self.limit, f"leaving on {name}", 128 + signum, rescue_share=_STUCK_SHARE / share
             )
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -160,7 +169,7 @@ class Exits:
             raise KeyboardInterrupt
         self.signum, self.fault = signum, True
         self._arm_signal(signum)
-        self.watchdog.move_rescue(self._signal_tokens[signum], _UNWINDING_SHARE)
+        self.watchdog.move(self._signal_tokens[signum], self.limit, _UNWINDING_SHARE * self.limit)
         raise SignalExit(signum)
 
     def _rescue(self) -> None:
@@ -176,16 +185,25 @@ class Exits:
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
-    def _time_to_leave(self) -> float:
-        return self.limit if self.fault else ORDERLY_FACTOR * self.limit
+    def _time_to_leave(self, fault: bool) -> float:
+        """Seconds for what is left of the way out. After a fault with peers the stages share one deadline."""
+        if not fault:
+            return ORDERLY_FACTOR * self.limit
+        if not self.had_peers:
+            return self.limit
+        now = time.monotonic()
+        if self._fault_ends is None or now > self._fault_ends:  # past it, the program had caught that fault and went on
+            self._fault_ends = now + _FAULT_SHARE_WITH_PEERS * self.limit
+        return max(self._fault_ends - now, _LAST_STAGE_SHARE * self.limit)
 
     def leave(self, fault: bool) -> None:
         """Delete every graph, abort communicators after a fault. Called again, it deletes what was captured since."""
         self.fault = self.fault or fault
+        self.had_peers = self.had_peers or groups.world_size() > 1
         if not self.leaving:
             self.leaving = True
             status = {"status": 128 + self.signum} if self.signum is not None else {}
-            self._token = self.watchdog.arm(self._time_to_leave(), "teardown", **status)
+            self._token = self.watchdog.arm(self._time_to_leave(self.fault), "teardown", **status)
             self.watchdog.disarm(self._signal_tokens.pop(signal.SIGINT, -1))
         self._delete()
         if self.fault:
@@ -221,7 +239,8 @@ class Exits:
         destroy_process_group() in a finally block becomes an abort, which waits for nobody.
         """
         failing = self.fault or _failing()
-        token = self.watchdog.arm(self.limit if failing else ORDERLY_FACTOR * self.limit, f"torch.distributed.{name}()")
+        self.had_peers = self.had_peers or groups.world_size() > 1
+        token = self.watchdog.arm(self._time_to_leave(failing), f"torch.distributed.{name}()")
         gone = False
         try:
             self._delete()
@@ -265,7 +284,7 @@ class Exits:
             return
         if self.signum is not None:
             self._die_by(self.signum)
-        self.watchdog.arm(self._time_to_leave(), "end of the interpreter")
+        self.watchdog.arm(self._time_to_leave(self.fault), "end of the interpreter")
 
     def _die_by(self, signum: int) -> None:
         """End as the signal itself would have ended the process."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
@@ -109,6 +110,36 @@ def world_size() -> int:
         return 1
 
 
+def _abort_together(module: ModuleType) -> None:
+    """Abort each group in a thread of its own, and wait for all of them.
+
+    ncclCommAbort raises the communicator's abort flag, which frees its kernels, and then waits for the communicator's
+    stream and for the graphs that hold it (commReclaim and commDestroySync, NCCL 2.28). Both may be stuck behind a
+    kernel of another communicator, so one abort after the other can wait for ever (pytorch/pytorch issue 119797).
+    _abort_process_group groups its calls against that, but ProcessGroupNCCL::abort makes them in threads that the group
+    does not reach. An abort that is done already returns at once, so torch's own call after this only tidies up.
+    """
+    threads = []
+    for group in list(getattr(getattr(module, "_world", None), "pg_names", ())):
+        thread = threading.Thread(target=_abort_quietly, args=(group,), name="cuda-graph-abort", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is going down: torch's own call has to do
+            break
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+
+
+def _abort_quietly(group: Any) -> None:
+    """What goes wrong here goes wrong again in torch's own call, which reports it."""
+    use_device_of_process()
+    try:
+        group.abort()
+    except Exception:
+        return
+
+
 def use_device_of_process() -> None:
     """Make this thread use the GPU that the process has its memory on, if it is one.
 
@@ -127,7 +158,8 @@ def use_device_of_process() -> None:
 def abort() -> str | None:
     """Abort every communicator, so that no rank waits for this one. Returns why not, or None when done or not needed.
 
-    Uses torch's _abort_process_group (2.6), which asks each backend; one that cannot abort says so.
+    Uses torch's _abort_process_group (2.6), which asks each backend; one that cannot abort says so. Before that, all
+    groups are aborted at the same time: see _abort_together.
     """
     module = sys.modules.get(C10D)
     if module is None or not module.is_initialized():
@@ -137,6 +169,7 @@ def abort() -> str | None:
         return (
             f"torch {getattr(sys.modules.get('torch'), '__version__', '?')} has no _abort_process_group (added in 2.6)"
         )
+    _abort_together(module)
     try:
         getattr(call, _ORIGINAL, call)()
     except Exception as error:

@@ -75,12 +75,14 @@ class Watchdog:
                 self._set_backstop()
                 self._changed.notify()
 
-    def move_rescue(self, token: int, rescue_share: float) -> None:
-        """Start a rescue that has not started at another share of the time; unknown tokens are ignored."""
+    def move(self, token: int, seconds: float, rescue_after: float) -> None:
+        """Give a deadline another end and a rescue that has not started another begin, both in seconds from when it was
+        armed; unknown tokens are ignored."""
         with self._changed:
             if (deadline := self._deadlines.get(token)) is not None:
-                moved = deadline.armed_at + rescue_share * (deadline.at - deadline.armed_at)
-                self._deadlines[token] = replace(deadline, rescue_at=moved)
+                begin = deadline.armed_at
+                self._deadlines[token] = replace(deadline, at=begin + seconds, rescue_at=begin + rescue_after)
+                self._set_backstop()
                 self._changed.notify()
 
     def _set_backstop(self) -> None:
