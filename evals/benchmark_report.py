@@ -402,6 +402,7 @@ def gpu_evidence(results: Results) -> str:
     command = "python evals/faults/fault_matrix.py --device cuda --out evals/results/gpu/faults-NAME.json"
     files = results.files("gpu/faults-*.json", "fault matrix", command)
     parts.append("### Fault matrix: how processes with graphs end")
+    parts += notes(results, "gpu/faults-notes.md")
     for path in files:
         document = results.load(path)
         parts += [_module(EVALS / "faults" / "summary.py").summary(document).strip(), source(results, path, document)]

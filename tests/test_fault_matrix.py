@@ -100,6 +100,46 @@ def test_the_code_of_the_row_without_the_helper_counts_as_right():
     assert [r["verdict"] for r in rows] == ["exit code", "ok"]
 
 
+def test_where_the_row_without_the_helper_could_not_be_made_its_neighbours_count():
+    elsewhere = row(helper=False, where="replay_backward", how="keyboard_interrupt", exit_code=1)
+    twin = row(helper=False, where="evaluation_recaptured", how="keyboard_interrupt", exit_code=96)
+    ours = row(where="evaluation_recaptured", how="keyboard_interrupt", exit_code=1)
+    fault_matrix.judge([elsewhere, twin, ours])
+    assert (twin["verdict"], ours["verdict"]) == ("not made", "ok")
+    fault_matrix.judge([{**elsewhere, "graphs": "other"}, twin, ours])
+    assert ours["verdict"] == "exit code"
+
+
+def test_a_stored_file_is_judged_again_and_what_was_measured_stays(tmp_path):
+    path = tmp_path / "faults.json"
+    stored = {"device_memory": {"before_bytes": 10, "after_bytes": 10}, "rows": [row(seconds_from_fault=99.0)], "seconds": 7}
+    path.write_text(json.dumps(stored))
+    assert fault_matrix.main(["--judge", str(path)]) == 1
+    found = json.loads(path.read_text())
+    assert found["rows"][0]["verdict"] == "slow" and found["rows"][0]["seconds_from_fault"] == 99.0
+    assert found["seconds"] == 7 and found["requirements"]["broken"] and found["totals"]["with"]["rows"] == 1
+
+
+def test_where_the_watchdog_found_the_threads(tmp_path):
+    from cudagraphs.cleanup.watchdog import Watchdog
+
+    log = tmp_path / "log"
+    program = f"""
+import sys, threading, time
+sys.path.insert(0, {str(Path(fault_matrix.HELPERS))!r})
+from cudagraphs.cleanup.watchdog import {Watchdog.__name__}
+def waits_for_ever(): time.sleep(60)
+threading.Thread(target=waits_for_ever, daemon=True).start()
+Watchdog(lambda: None, list).arm(0.2, "teardown")
+waits_for_ever()
+"""
+    with open(log, "w") as file:
+        subprocess.run([sys.executable, "-c", program], stderr=file, timeout=60)
+    stacks = fault_matrix.forced_stacks(log)
+    assert sum("waits_for_ever (<string>:5)" in stack for stack in stacks) == 2
+    assert fault_matrix.forced_stacks(tmp_path / "none") == []
+
+
 def test_requirements_break_on_one_bad_row_or_on_memory():
     good, bad = [row()], [row(), row(hang=True, exit_code=None)]
     helpless = [row(), row(how="os_exit", exit_code=5)]

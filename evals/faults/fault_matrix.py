@@ -7,6 +7,7 @@ Usage:
     python evals/faults/fault_matrix.py --graphs local --how sigterm --ranks 2 --out FILE
     python evals/faults/fault_matrix.py --ranks 2 --start torchrun --helper launcher --graphs local --out FILE
     python evals/faults/fault_matrix.py --device cpu --graphs stand_in --out FILE      the matrix itself, without a GPU
+    python evals/faults/fault_matrix.py --judge FILE       the verdicts of a file again; what was measured stays
 
 A row starts one process a rank. --start fork (the default): forked from this one, which has imported the stack and has
 no CUDA context. spawn: fresh interpreters, as a user starts them. torchrun: one torchrun, which starts the ranks.
@@ -421,6 +422,7 @@ class Matrix:
             "reached": [m["mark"] for m in marks if m["mark"] != "started"],
             "hang": row.hung,
             "hung_in": {str(rank): hung for rank in range(faulty + 1) if (hung := _stack(row.file("stack", rank)))},
+            "forced_in": self._forced(row),
             "exit_code": codes[faulty],
             "survivor_codes": codes[:faulty],
             "job_code": job,
@@ -442,6 +444,11 @@ class Matrix:
             "last_words": _last_words(row.file("log", 0 if self.options.start == "torchrun" else faulty)),
         }
 
+    def _forced(self, row: Row) -> dict[str, list[list[str]]]:
+        """By rank, or "job" under torchrun: where the threads stood when the helper's watchdog ended the process."""
+        logs = ["job"] if self.options.start == "torchrun" else range(self.options.ranks)
+        return {str(one): stacks for one in logs if (stacks := forced_stacks(row.file("log", 0 if one == "job" else one)))}
+
     def _codes(self, row: Row) -> list[int | None]:
         """Exit code of each rank. None: it hung and was killed, or torchrun did not say (it tells who failed first)."""
         if self.options.start != "torchrun":
@@ -458,6 +465,7 @@ def judge(rows: list[dict[str, Any]]) -> None:
 
     The right exit code is the one that the fault has in the same place without the helper, where that row ran and did
     not hang: a capture that a fault breaks may replace SystemExit by its own error, and that is not ours to change.
+    Where that row could not be made, what the fault does without the helper with the same graphs elsewhere counts.
     """
     plain = {(r["graphs"], r["where"], r["how"]): r for r in rows if not r["helper"]}
     for row in rows:
@@ -465,6 +473,9 @@ def judge(rows: list[dict[str, Any]]) -> None:
         expected = {EXIT_CODES[row["how"]]}
         if row["helper"] and other is not None and not other["hang"] and other["exit_code"] not in (*NOT_RUN, None):
             expected.add(other["exit_code"])
+        if row["helper"] and other is not None and other["exit_code"] in NOT_RUN:
+            alike = [r for r in rows if not r["helper"] and (r["graphs"], r["how"]) == (row["graphs"], row["how"])]
+            expected |= {r["exit_code"] for r in alike if not r["hang"]} - {*NOT_RUN, None}
         if row["helper"] and row["how"] == "sigterm_all":  # the documented code of a main thread stuck with its peers
             expected.add(128 + signal.SIGTERM)
         row["expected_codes"] = sorted(expected)
@@ -549,6 +560,16 @@ def _stack(path: Path) -> list[str]:
     if not frames and "no Python frame" in text:
         return ["no Python frame: the interpreter has ended or is ending"]
     return [f"{function} ({file}:{line})" for file, line, function in frames[:4]]
+
+
+def forced_stacks(log: Path) -> list[list[str]]:
+    """The innermost frames of each thread from the watchdog's dump, without folders; empty where it did not come."""
+    _, found, dump = (log.read_text(errors="replace") if log.exists() else "").partition("Stacks of all threads follow")
+    if not found:
+        return []
+    threads = re.split(r"^(?:Current thread|Thread) 0x", dump, flags=re.M)[1:]
+    frames = [re.findall(r'File "(?:.*/)?(.*)", line (\d+) in (.*)', text.partition("\n\n")[0]) for text in threads]
+    return [[f"{name} ({file}:{line})" for file, line, name in one[:5]] for one in frames[:12] if one]
 
 
 def _signal_each(pids: Sequence[int], signum: int) -> None:
@@ -697,8 +718,22 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def judge_again(path: Path) -> bool:
+    """Rewrite the verdicts of a result file by the present rules. Returns whether the requirements hold."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    memory = result["device_memory"]
+    judge(result["rows"])
+    result["totals"] = totals(result["rows"])
+    result["requirements"] = requirements(result["rows"], memory["before_bytes"], memory["after_bytes"])
+    write_atomically(path, result)
+    return result["requirements"]["hold"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if len(words) == 2 and words[0] == "--judge":
+        return 0 if judge_again(Path(words[1])) else 1
+    options = _options(words)
     # Compiled regions would cost each child seconds and change nothing here; is_available() must not make a context.
     os.environ.update(TORCHDYNAMO_DISABLE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
     gpus = 1 if options.share_gpu else options.ranks
