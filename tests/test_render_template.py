@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -345,6 +346,17 @@ def test_output_is_an_executable_file_and_nothing_on_refusal(capsys, tmp_path):
     assert code == 2 and not path.exists()
     assert "written" in rendered(capsys, "slurm-batch", "--output", str(path))
     assert path.read_text().startswith("#!/bin/bash\n#SBATCH")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_only_regular_files_are_written(capsys, tmp_path):
+    pipe, loop = tmp_path / "pipe", tmp_path / "loop"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    for path, reason in ((pipe, "no regular file"), (loop, "loop of symbolic links")):
+        code, error = refused(capsys, "slurm-batch", "--force", "--output", str(path))
+        assert code == 2 and reason in error
+    assert pipe.is_fifo() and loop.is_symlink()
 
 
 def test_what_somebody_made_of_a_rendered_file_stays(capsys, tmp_path):

@@ -146,9 +146,14 @@ def parse_python(file: TextFile) -> ast.Module:
 
 def check_writable(path: Path) -> None:
     """Raises SourceError if the file, or the folder that must take the temporary file beside it, may not be written."""
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):  # Python 3.10 to 3.12 raise the second
+        raise SourceError(f"{path}: is a loop of symbolic links; give --output") from None
     if target.exists():
         mode = target.stat().st_mode
+        if not stat.S_ISREG(mode):  # a rename would put a file in the place of a device, for root even of /dev/null
+            raise SourceError(f"{path}: is no regular file; give the name of one")
         # root passes every access check, but a file without any write bit was locked on purpose
         if not mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) or not os.access(target, os.W_OK):
             raise SourceError(f"{path}: is read-only; make it writable or give --output")

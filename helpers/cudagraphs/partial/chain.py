@@ -136,10 +136,15 @@ def _origin(chain: list[Member], signature: Signature, index: int) -> Origin | N
 
 
 def chain_analysis(members: list[Member], analysis: Analysis) -> Analysis:
-    """Let the usual backward cover the last member's outputs only: the others are used inside the chain."""
+    """Let the usual backward cover the last member's outputs only: the others are used inside the chain.
+
+    Not where a parameter or an input is reached through an earlier member's output alone (an auxiliary loss): the
+    usual backward would have no place for its gradient, and the full one writes where the usual one did.
+    """
     last = members[-1]
     lean = [position for position, index in enumerate(analysis.trainable) if index >= last.offset]
-    analysis.lean = lean if len(lean) < len(analysis.trainable) else None
+    covered = all(not reached or reached & set(lean) for reached in analysis.reaches)
+    analysis.lean = lean if covered and len(lean) < len(analysis.trainable) else None
     return analysis
 
 
