@@ -641,10 +641,13 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _revision() -> str | None:
+    """$REVISION where it is set: a copy of the working tree may lie over another commit."""
+    if os.environ.get("REVISION"):
+        return os.environ["REVISION"]
     try:
         done = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("REVISION")
+        return None
     return done.stdout.strip()
 
 

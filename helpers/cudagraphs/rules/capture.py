@@ -148,6 +148,13 @@ def _captured_offload(f: Facts, v: Versions) -> bool:
     )
 
 
+def _local_in_pipeline(f: Facts, v: Versions) -> bool:
+    if not local_layers(f) or (f["graph.inference_scope"] == "block" and not f["graph.modules"]):
+        return False  # graphs for inference alone (CG719) capture nothing in training
+    stages = f["pipeline_model_parallel_size"]
+    return isinstance(stages, int) and stages > 1
+
+
 def _p2p_sync(f: Facts, v: Versions) -> bool:
     if not f["graph.full_iteration"] or f["pipeline_model_parallel_size"] <= 1:
         return False
@@ -936,7 +943,7 @@ RULES = (
         layer="capture",
         severity="runtime",
         mcore=(19, None),
-        when=lambda f, v: local_layers(f) and f["pipeline_model_parallel_size"] > 1,
+        when=_local_in_pipeline,
         message="pipeline_model_parallel_size={pipeline_model_parallel_size} with the local implementation",
         mend="capture with transformer_engine or full_iteration, which work in a pipeline",
         fix=_te_instead_fix,
@@ -950,6 +957,7 @@ RULES = (
         good=(
             Example({**LOCAL, "cuda_graph_modules": ["attn"]}, NEW),
             Example({**TE, "pipeline_model_parallel_size": 2, "cuda_graph_modules": ["attn"]}, NEW),
+            Example({**LOCAL, "pipeline_model_parallel_size": 2, "inference_cuda_graph_scope": "block"}, NEW),
         ),
     ),
 )
