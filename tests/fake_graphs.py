@@ -8,8 +8,18 @@ leaves their version counters alone, as a graph launch does. So a wrong reuse of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 
+import pytest
 import torch
+
+from cudagraphs.partial.recording import base_view
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["copy nodes", "copies"])
+def both_ways_to_copy(request, monkeypatch):
+    """Imported by a test module: each of its tests runs with copy nodes in the graphs, and without."""
+    monkeypatch.setattr(FakeBackend, "copy_nodes", request.param)
 
 
 def _keep(tensor):
@@ -21,10 +31,33 @@ def _hooks_active():
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+class FakeNode:
+    """Reads or writes bare addresses, as the real one does: an address that went stale shows up as a wrong number."""
+
+    def __init__(self, inner, into):
+        self._inner, self._into = inner.detach(), into
+        self.address = None
+
+    def aim(self, address):
+        self.address = address
+
+    def switch_off(self):
+        self.address = None
+
+    def run(self):
+        if self.address is not None:
+            ends = (self._inner.data_ptr(), self.address)
+            ctypes.memmove(*(ends if self._into else ends[::-1]), self._inner.nbytes)
+
+
 class FakeGraph:
-    def __init__(self, backend, run, source):
+    def __init__(self, backend, run, source, feeds, drains):
         self._backend, self._run, self._source = backend, run, source
         self.outputs = run(*(() if source is None else (source.latest,)))
+        self.feeds = [FakeNode(feed, True) for feed in feeds]
+        self.drains = [FakeNode(self.outputs[place], False) for place in drains]
+        for place, size in drains.items():
+            assert self.outputs[place].nbytes == size
         self.latest = self.outputs
         self.replays = 0
         self.resets = 0
@@ -34,11 +67,15 @@ class FakeGraph:
             raise AssertionError("replay of a graph that was freed")
         self.replays += 1
         self._backend.replays += 1
+        for node in self.feeds:
+            node.run()
         with torch.autograd.graph.saved_tensors_hooks(_keep, _keep) if _hooks_active() else contextlib.nullcontext():
             self.latest = self._run(*(() if self._source is None else (self._source.latest,)))
         for static, value in zip(self.outputs, self.latest):
             if static is not None and static.data_ptr() != value.data_ptr():
-                static.data.copy_(value.detach())
+                base_view(static.data).copy_(base_view(value.detach()))
+        for node in self.drains:
+            node.run()
 
     def reset(self):
         if self._backend.fail_resets > 0:
@@ -52,6 +89,7 @@ class FakeBackend:
     """`fail_at`: the number of the capture (from 0) that raises; `fail_resets`: how many resets raise."""
 
     device_type = "cpu"
+    copy_nodes = True
 
     def __init__(self, fail_at=None):
         self.fail_at = fail_at
@@ -73,10 +111,11 @@ class FakeBackend:
     def side_stream(self):
         yield
 
-    def capture(self, run, pool, source=None):
+    def capture(self, run, pool, source=None, feeds=(), drains=None):
+        assert self.copy_nodes or not (feeds or drains)
         if self.fail_at == len(self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing")
-        self.graphs.append(FakeGraph(self, run, source))
+        self.graphs.append(FakeGraph(self, run, source, feeds, drains or {}))
         return self.graphs[-1]
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_graphs import FakeBackend
+from fake_graphs import FakeBackend, both_ways_to_copy  # noqa: F401
 from partial_graphs import (
     CaptureError,
     FallbackError,
@@ -104,9 +104,9 @@ def test_graphs_are_captured_in_the_order_of_the_calls_and_backwards_in_reverse(
     order = []
 
     class Watching(FakeBackend):
-        def capture(self, run, pool, source=None):
+        def capture(self, run, pool, source=None, **copies):
             order.append("forward" if source is None else "backward")
-            return super().capture(run, pool, source)
+            return super().capture(run, pool, source, **copies)
 
     manager, backend = captured(model, backend=Watching())
     assert order == ["forward"] * 3 + ["backward"] * 3

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from fake_graphs import FakeBackend  # noqa: E402
+from fake_graphs import FakeBackend, both_ways_to_copy  # noqa: E402, F401
 from partial_graphs import PartialCudaGraphManager  # noqa: E402
 
 
@@ -40,15 +40,15 @@ class Model(nn.Module):
         return self.layers[1](hidden), auxiliary
 
 
-def gradients(accumulate, graphs, use_auxiliary):
+def gradients(accumulate, graphs, use_auxiliary, backend=FakeBackend, device="cpu"):
     torch.manual_seed(7)
-    model, found = Model(), []
+    model, found = Model().to(device), []
     manager = PartialCudaGraphManager.from_modules(
-        model, "layers.*", backend=FakeBackend(), merge=True, accumulate_in_graph=accumulate
+        model, "layers.*", backend=backend(), merge=True, accumulate_in_graph=accumulate
     ) if graphs else None  # fmt: skip
     for step in range(3):
         model.zero_grad()
-        inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(4, 1, requires_grad=True)]
+        inputs = [torch.randn(4, width, device=device, requires_grad=True) for width in (8, 1)]
         for _ in range(2):
             output, auxiliary = model(*(tensor * 1 for tensor in inputs))
             (output.sum() + auxiliary if use_auxiliary(step) else output.sum()).backward()

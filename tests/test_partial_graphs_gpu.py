@@ -13,7 +13,10 @@ try:  # before torch loads its own cuDNN libraries, or Transformer Engine may fi
 except (ImportError, OSError):
     pass
 import torch
+from cudagraphs.partial.backends import CudaBackend
 from partial_graphs import PartialCudaGraphManager, PartialGraphEntry
+from test_partial_graphs_chain import gradients as auxiliary_gradients
+from test_partial_graphs_copies import Layers, assert_equal_training, expanded_step
 from test_partial_graphs_replay import Block, Model, Repeats, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -415,3 +418,80 @@ def test_transformer_engine_keeps_fp8_state_and_caches_weights():
             if seed == 0:
                 manager.capture()
         assert manager.stats() == {"captured": 2, "replayed": 20, "fallback": 0}, manager.fallback_reasons()
+
+
+
+@MODES
+def test_arguments_and_gradients_that_move_are_read_where_they_are(mode):
+    """Many replays in flight, each with arguments and incoming gradients at an address of their own."""
+    pair = Pair(Model(2, width=64), "layers.*", lambda model: train(model, 0, 1), **mode)
+    kept = []
+
+    def run(model):
+        results = []
+        for seed in range(12):
+            kept.append(torch.empty(1 << (10 + seed), device="cuda"))  # moves what is allocated next
+            data = tokens(seed)
+            output = model(data)
+            results.append(output.detach().clone())
+            output.backward(torch.randn_like(output))
+        return results
+
+    with pair.manager:
+        for seed in range(3):
+            pair.step(run, seed)
+        assert pair.manager.stats()["fallback"] == 0
+
+
+def test_the_first_gradients_of_a_step_stay_their_own():
+    """They lie where copy nodes put them; neither replays that accumulate nor later steps write there again."""
+    torch.manual_seed(1)
+    model = Model(2, width=64).cuda()
+    with PartialCudaGraphManager.from_modules(model, "layers.*") as manager:
+        train(model)
+        manager.capture()
+        held = []
+        for step in range(6):
+            model.zero_grad(set_to_none=True)
+            train(model, step, 1 + step % 3)
+            held += [(parameter.grad, parameter.grad.clone()) for parameter in model.layers.parameters()]
+        for gradient, value in held:
+            assert torch.equal(gradient, value)
+
+
+def test_copies_are_part_of_the_graphs():
+    """Besides graph launches a step of one entry copies nothing: no argument, no gradient."""
+    if not CudaBackend().copy_nodes:
+        pytest.skip("this torch or its CUDA bindings have no copy nodes")
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(64)).cuda()
+    with PartialCudaGraphManager.from_modules(model, "*", strict=True) as manager:
+        x = torch.randn(2, 16, 64, device="cuda", requires_grad=True)
+        gradient = torch.randn(2, 16, 64, device="cuda")
+        model(x.view_as(x)).backward(gradient)
+        manager.capture()
+        for _ in range(2):
+            model.zero_grad()
+            x.grad = None
+            argument = x.view_as(x)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
+                                                    torch.profiler.ProfilerActivity.CUDA]) as profile:
+                model(argument).backward(gradient)
+                torch.cuda.synchronize()
+        calls = {event.key: event.count for event in profile.key_averages()}
+        assert calls.get("cudaGraphLaunch") == 2, calls
+        assert not {name for name in calls if name in ("cudaLaunchKernel", "cudaMemcpyAsync", "aten::copy_")}, calls
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("use_auxiliary", [lambda step: True, lambda step: step != 1, lambda step: step == 2],
+                         ids=["always", "but once", "once"])
+def test_gradients_through_the_second_output_of_a_merged_entry(accumulate, use_auxiliary):
+    eager, ours = (auxiliary_gradients(accumulate, graphs, use_auxiliary, CudaBackend, "cuda") for graphs in (False, True))
+    for expected, actual in zip(eager, ours):
+        assert_same(expected, actual)
+
+
+@MODES
+def test_gradients_that_are_expanded_tensors(mode):
+    assert_equal_training(Layers().cuda(), mode, expanded_step, backend=CudaBackend)

@@ -12,7 +12,7 @@ and are timed in turn, round by round, in an order shuffled each round; a sample
 waiting, then a synchronisation that is not counted. Memory is measured in one process a peer.
 
 What each technique gains is the difference, within a round, to a peer that lacks it: guards whose checks are evaluated
-one by one, neighbours that copy, entries that are not merged, gradients that autograd accumulates. A node of autograd
+one by one, copies outside the graphs, neighbours that copy, entries that are not merged, gradients that autograd accumulates. A node of autograd
 that only hands out tensors shows what any capture of forward and backward pays to autograd.
 
 Output: one JSON object with `schema_version`, raw samples included; a table on stderr.
@@ -45,8 +45,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "helpers"))
 from cudagraphs.partial import guards
+from cudagraphs.partial.backends import CudaBackend
 from partial_graphs import PartialCudaGraphManager
 
+SCRIPT = "evals/performance/bench_partial_graphs.py"
 SEED = 20261130
 SEQUENCE, HIDDEN, HEADS, EXPERTS, BLOCKS = 512, 1024, 16, 64, 24
 
@@ -167,6 +169,13 @@ def without_sharing(manager: PartialCudaGraphManager) -> None:
             signature.sources = [None] * len(signature.sources)
 
 
+def copies_outside(kind: str) -> Peer:
+    """A peer whose arguments and gradients are copied by operations of their own, not by nodes of the graphs."""
+    backend = CudaBackend()
+    backend.copy_nodes = False
+    return ours(kind, backend=backend)
+
+
 def one_by_one(make: Callable[[], Peer]) -> Peer:
     """A peer whose guards evaluate every check by itself instead of running one compiled function."""
     build = guards.GuardBuilder.build
@@ -279,6 +288,7 @@ PEERS: dict[str, Callable[[str], Peer]] = {
     "AutoModel manager": automodel,
     "ours": ours,
     "ours, accumulate in graph": lambda kind: ours(kind, accumulate_in_graph=True),
+    "ours, copies outside the graphs": copies_outside,
     "ours, checks one by one": lambda kind: one_by_one(lambda: ours(kind)),
     "bare autograd nodes": bare_nodes,
     "raw replay": raw_replay,
@@ -292,6 +302,7 @@ STACK_PEERS: dict[str, Callable[[str], Peer]] = {
 # Technique: (the peer that has it, the same without it).
 TECHNIQUES = {
     "guards compiled per entry": ("ours", "ours, checks one by one"),
+    "copies inside the graphs": ("ours", "ours, copies outside the graphs"),
     "producers write into static inputs": ("ours", "ours, neighbours copy"),
     "gradients accumulated in the graph": ("ours, accumulate in graph", "ours"),
     "neighbours merged": ("ours, merged", "ours"),
@@ -512,12 +523,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(memory_of(options.memory_of)))
         return 0
     if options.tests_out:
-        found = {"schema_version": 1, "command": "evals/performance/bench_partial_graphs.py --tests-out",
+        found = {"schema_version": 1, "command": f"python {SCRIPT} --tests-out {options.tests_out.name}",
                  **facts(options.revision), **run_tests()}
         options.tests_out.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     cases, gained, shares = {}, {}, {}
-    result = {"schema_version": 1, "command": "evals/performance/bench_partial_graphs.py", **facts(options.revision),
+    written = f" --out {options.out.name}" if options.out else ""
+    command = f"python {SCRIPT}{written} --rounds {options.rounds} --calls {options.calls}"
+    result = {"schema_version": 1, "command": command, **facts(options.revision),
               "configuration": {"sequence": SEQUENCE, "hidden": HIDDEN, "heads": HEADS, "experts": EXPERTS,
                                 "blocks": BLOCKS, "rounds": options.rounds, "calls": options.calls},
               "cases": cases, "gained_microseconds": gained, "ours_over": shares}

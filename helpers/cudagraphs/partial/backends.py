@@ -7,8 +7,11 @@ A backend has these members; the tests bring one of their own that runs on the C
 `stream()`                an identity of the current stream; replays must run on the stream of the recording
 `pool()`                  a fresh memory pool handle
 `side_stream()`           context for warmup and capture
-`capture(run, pool, source)`  run once, recording; returns a graph with `outputs`, `replay()` and `reset()`. `run` gets
-                          the outputs of the graph `source`, or nothing where that is None
+`capture(run, pool, source, feeds, drains)`  run once, recording; returns a graph with `outputs`, `replay()`, `reset()`
+                          and the copy nodes `feeds` and `drains`. `run` gets the outputs of the graph `source`, or
+                          nothing where that is None. Replays first fill the tensors `feeds`, and at the end copy out
+                          the outputs at the positions `drains`, which maps them to their sizes in bytes
+`copy_nodes`              whether `capture` takes `feeds` and `drains`
 `forbid_sync()`           context in which a host synchronisation raises
 `rng_state()`, `set_rng_state(state)`   the generator that captured random ops advance
 `settle()`                wait for the device and give cached memory back, so that the pool can have it
@@ -17,11 +20,14 @@ A backend has these members; the tests bring one of their own that runs on the C
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+
+from cudagraphs.partial import copy_nodes
+from cudagraphs.partial.copy_nodes import CopyNode
 
 _side_streams: dict[int, torch.cuda.Stream] = {}
 
@@ -29,8 +35,9 @@ _side_streams: dict[int, torch.cuda.Stream] = {}
 class CudaGraph:
     """One captured graph and the tensors that its run returned; they stay at the addresses that replays write."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor | None]):
-        self.outputs = outputs
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor | None],
+                 feeds: Sequence[CopyNode] = (), drains: Sequence[CopyNode] = ()):
+        self.outputs, self.feeds, self.drains = outputs, feeds, drains
         self.replay = graph.replay
         self._graph: torch.cuda.CUDAGraph | None = graph
 
@@ -39,7 +46,7 @@ class CudaGraph:
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.reset()
-        self.outputs = []
+        self.outputs, self.feeds, self.drains = [], (), ()
 
 
 class CudaBackend:
@@ -56,6 +63,7 @@ class CudaBackend:
             _side_streams[self._device] = torch.cuda.Stream(self._device)
         self._side = _side_streams[self._device]
         self.stream = partial(torch._C._cuda_getCurrentRawStream, self._device)
+        self.copy_nodes = copy_nodes.supported()
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -67,20 +75,33 @@ class CudaBackend:
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
-    def capture(self, run: Callable[..., list[torch.Tensor | None]], pool: Any,
-                source: CudaGraph | None = None) -> CudaGraph:
-        graph = torch.cuda.CUDAGraph()
+    def capture(self, run: Callable[..., list[torch.Tensor | None]], pool: Any, source: CudaGraph | None = None,
+                feeds: Sequence[torch.Tensor] = (), drains: Mapping[int, int] | None = None) -> CudaGraph:
+        drains = drains or {}
+        copies = bool(feeds or drains)
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if copies else torch.cuda.CUDAGraph()
         arguments = () if source is None else (source.outputs,)
+        # What the copy nodes touch while nobody has aimed them, outside the graph's pool.
+        largest = max([*(feed.nbytes for feed in feeds), *drains.values()], default=0)
+        scratch = torch.empty(largest, dtype=torch.uint8, device=self._device) if copies else None
         # thread_local: other threads of the process, such as NCCL's watchdog or a loader that pins memory, may go on.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            for feed in feeds:
+                copy_nodes.record(feed, scratch, True, self.stream())
             outputs = run(*arguments)
+            leaving = [outputs[position] for position in drains]
+            for output in leaving:
+                copy_nodes.record(output, scratch, False, self.stream())
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the stream left the capture already; the first error counts
                 graph.capture_end()
             raise
         graph.capture_end()
-        return CudaGraph(graph, outputs)
+        if not copies:
+            return CudaGraph(graph, outputs)
+        graph.instantiate()
+        return CudaGraph(graph, outputs, *copy_nodes.find(graph, scratch, feeds, leaving))
 
     @contextlib.contextmanager
     def forbid_sync(self) -> Iterator[None]:

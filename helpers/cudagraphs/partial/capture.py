@@ -103,7 +103,7 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                         if item.analysis.trainable and replica < len(item.variant.slots):
                             current = item.entry.name
                             item.variant.slots[replica].capture_backward(
-                                backend, _gradient_sinks(item, replica, captured))
+                                backend, *_gradient_sinks(item, replica, captured))
             backend.settle()
     except BaseException as error:
         release(item.variant for item in planned)
@@ -227,10 +227,11 @@ def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], 
     slot.capture_forward(backend)
 
 
-def _gradient_sinks(item: Planned, replica: int, planned: list[Planned]) -> list[torch.Tensor]:
-    """Where the incoming gradients of a slot are read from, one a trainable output."""
+def _gradient_sinks(item: Planned, replica: int, planned: list[Planned]) -> tuple[list[torch.Tensor], set[int]]:
+    """Where the incoming gradients of a slot are read from, one a trainable output, and the positions of those that
+    are gradients which another slot hands out."""
     slot = item.variant.slots[replica]
-    sinks = []
+    sinks, shared = [], set()
     for index in item.analysis.trainable:
         output = slot.outputs[index]
         consumers = [(other.variant.slots[replica], position) for other in planned
@@ -241,8 +242,10 @@ def _gradient_sinks(item: Planned, replica: int, planned: list[Planned]) -> list
         sink = _handed_back(*consumers[0]) if len(consumers) == 1 else None
         if sink is None or (sink.shape, sink.dtype, sink.stride()) != (output.shape, output.dtype, output.stride()):
             sink = static_copy(torch.zeros_like(output.detach()))
+        else:
+            shared.add(len(sinks))
         sinks.append(sink)
-    return sinks
+    return sinks, shared
 
 
 def _handed_back(consumer: Slot, position: int) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cudagraphs.partial.copy_nodes import feed
 from cudagraphs.partial.errors import StaleGraphError
 
 use_count = torch._C._storage_Use_Count
@@ -32,6 +33,17 @@ def storage_counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int]]:
     return [(handle, use_count(handle)) for handle in sorted(handles)]
 
 
+def make_allocator(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """A function that allocates memory for clones of `tensors`."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]  # their layout is that of a clone
+    layouts = [(tuple(copy.shape), copy.stride(), copy.dtype) for copy in copies]
+    empty = raw_empty.get(tensors[0].device.type)
+    if empty is not None:
+        return lambda: [empty(size, stride, dtype) for size, stride, dtype in layouts]
+    empty_strided, device = torch.empty_strided, tensors[0].device
+    return lambda: [empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in layouts]
+
+
 def make_cloner(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """A function that copies all `tensors` to fresh memory, by one kernel where torch can fuse them.
 
@@ -43,36 +55,69 @@ def make_cloner(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]
         return lambda: [clone()]
     if foreach_clone is not None:
         return partial(foreach_clone, tensors)
-    copies = [torch.empty_like(tensor) for tensor in tensors]  # their layout is that of a clone
-    layouts = [(tuple(copy.shape), copy.stride(), copy.dtype) for copy in copies]
-    foreach_copy_, empty = torch._foreach_copy_, raw_empty.get(tensors[0].device.type)
-    if empty is None:
-        device = tensors[0].device
-
-        def empty(size: tuple, stride: tuple, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    foreach_copy_, allocate = torch._foreach_copy_, make_allocator(tensors)
 
     def clone_all() -> list[torch.Tensor]:
-        fresh = [empty(size, stride, dtype) for size, stride, dtype in layouts]
+        fresh = allocate()
         foreach_copy_(fresh, tensors)
         return fresh
 
     return clone_all
 
 
-def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], Sequence[tuple[torch.Tensor, torch.Tensor]]]:
+def make_fresh_writer(graph: Any, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """A function that replays `graph` with its drains aimed at fresh memory, and returns that: copies of `tensors`."""
+    drains, replay, allocate = graph.drains, graph.replay, make_allocator(tensors)
+
+    def write_fresh() -> list[torch.Tensor]:
+        fresh = allocate()
+        for node, tensor in zip(drains, fresh):
+            address = tensor.data_ptr()
+            if node.address != address:
+                node.aim(address)
+        replay()
+        return fresh
+
+    return write_fresh
+
+
+def make_static_writer(graph: Any) -> Callable[[], None]:
+    """A function that replays `graph` with its drains off: where they pointed to is somebody else's by now."""
+    drains, replay = graph.drains, graph.replay
+    if not drains:
+        return replay
+
+    def write() -> None:
+        for node in drains:
+            if node.address is not None:
+                node.switch_off()
+        replay()
+
+    return write
+
+
+def make_filler(slot: Any, positions: list[int],
+                nodes: dict[int, list[Any]]) -> Callable[[tuple], Sequence[tuple[torch.Tensor, torch.Tensor]]]:
     """A function that brings the incoming gradients of some trainable outputs into the static ones. It returns what has
-    to be put back after the replay: memory that is also a gradient another slot handed out, and that somebody kept."""
+    to be put back after the replay: memory that is also a gradient another slot handed out, and that somebody kept.
+
+    Args:
+        nodes: for some positions, the copy nodes that do it, of every graph that may be replayed next.
+    """
     sinks = []
     for position in positions:
         sink = slot.grad_outputs[position]
-        sinks.append((slot.analysis.trainable[position], sink, sink.data_ptr(), sink.stride(), position))
+        sinks.append((slot.analysis.trainable[position], sink, sink.data_ptr(), sink.stride(), position,
+                      nodes.get(position)))
 
     def fill(gradients: tuple[torch.Tensor | None, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         into, values, kept = [], [], []
-        for index, sink, pointer, stride, position in sinks:
+        for index, sink, pointer, stride, position, feeds in sinks:
             gradient = gradients[index]
-            if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
+            if feeds is not None:
+                if feed(feeds, gradient, sink):
+                    continue
+            elif gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
                 continue
             for handle, own in slot.sink_watch[position]:
                 if use_count(handle) > own:
@@ -90,8 +135,21 @@ def make_filler(slot: Any, positions: list[int]) -> Callable[[tuple], Sequence[t
 
     if len(sinks) > 1:
         return fill
-    (index, sink, pointer, stride, position), = sinks
+    (index, sink, pointer, stride, position, feeds), = sinks
     copy, nothing = sink.copy_, ()
+    if feeds is not None and len(feeds) == 1:
+        node, = feeds
+
+        def fill_fed(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+            gradient = gradients[index]
+            if (gradient is not None and gradient.data_ptr() == node.address and gradient.stride() == stride
+                    and not gradient.is_neg()):
+                return nothing
+            return fill(gradients)
+
+        return fill_fed
+    if feeds is not None:
+        return fill
 
     def fill_one(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         gradient = gradients[index]
@@ -200,9 +258,13 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
     receiver_reaches = [reached for reached in reaches[len(wanted):] if reached]
 
     lean = slot.lean  # positions of the outputs that the cheap backward graph covers
-    fill_lean, fill_all = make_filler(slot, lean), make_filler(slot, list(range(len(trainable))))
+    fed_by = {position: [graph.feeds[at] for graph in (slot.write_graph, slot.add_graph) if graph is not None]
+              for at, position in enumerate(slot.fed_sinks)}
+    fill_lean, fill_all = make_filler(slot, lean, fed_by), make_filler(slot, list(range(len(trainable))), {})
     beyond = [trainable[position] for position in range(len(trainable)) if position not in lean]
-    write = slot.write_graph.replay
+    write = make_static_writer(slot.write_graph)
+    drained = bool(slot.write_graph.drains)
+    write_fresh = make_fresh_writer(slot.write_graph, [gradient for _, gradient in to_parameters]) if drained else None
     add = slot.add_graph.replay if slot.add_graph is not None else None
     write_all = slot.full_graph.replay if slot.full_graph is not None else write
     blank: list[torch.Tensor | None] = [None] * (count + slot.extra_arguments)
@@ -219,33 +281,26 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
                 [place for place, reached in zip(places, reaches) if not reached & defined])
         return known
 
-    def launch(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def backward(gradients: tuple[torch.Tensor | None, ...], leaves: Any) -> tuple[torch.Tensor | None, ...]:
+        if grad_enabled():
+            raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
+                                  "backward does not have; close the manager or leave this module out")
         full = False
         for index in beyond:
             if gradients[index] is not None:
                 full = True
         kept = fill_all(gradients) if full else fill_lean(gradients)
+        again = keeps_graph()
+        fresh = None
         if accumulators is not None:
             accumulators.accumulate(write_all if full else write, None if full else add, without_gradient(gradients)[0])
         elif full:
             write_all()
+        elif drained and not (kept or again) and receivers[0].grad is None:
+            fresh = write_fresh()
         else:
             write()
-        return kept
-
-    simple = not beyond and accumulators is None
-
-    def backward(gradients: tuple[torch.Tensor | None, ...], leaves: Any) -> tuple[torch.Tensor | None, ...]:
-        if grad_enabled():
-            raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
-                                  "backward does not have; close the manager or leave this module out")
-        if simple:
-            kept = fill_lean(gradients)
-            write()
-        else:
-            kept = launch(gradients)
         result = blank.copy()
-        again = keeps_graph()
         if kept or again:  # the same memory may be written again before these gradients are read
             for place, gradient in (*to_inputs, *to_parameters):
                 result[place] = gradient.clone()
@@ -258,11 +313,14 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
                 slot.parameters_exposed = True
                 for (place, gradient), receiver in zip(to_parameters, receivers):
                     result[place] = gradient.clone() if receiver.grad is None else gradient.data
-            elif consecutive:  # it adopts a copy as .grad; usually all are absent when the first one is
-                result[count:] = clone_parameters()
-            else:
-                for (place, _), gradient in zip(to_parameters, clone_parameters()):
-                    result[place] = gradient
+            else:  # it adopts a copy as .grad; usually all are absent when the first one is
+                if fresh is None:
+                    fresh = clone_parameters()
+                if consecutive:
+                    result[count:] = fresh
+                else:
+                    for (place, _), gradient in zip(to_parameters, fresh):
+                        result[place] = gradient
         if not again:
             slot.ticket += 1
             slot.pending = None

@@ -10,13 +10,14 @@ microbatch in flight or a repeated call of a shared module each take another slo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import nn
 
 from cudagraphs.partial.body import Analysis
+from cudagraphs.partial.copy_nodes import can_feed, feed, is_dense
 from cudagraphs.partial.errors import StaleGraphError
 from cudagraphs.partial.gradients import Accumulators, make_backward, storage_counts, use_count
 from cudagraphs.partial.guards import Guard, GuardBuilder, add_hook_checks, add_state_checks
@@ -48,6 +49,8 @@ class Slot:
         self.add_graph: Any = None  # the same, adding to the accumulators
         self.full_graph: Any = None  # backward of all outputs, where `lean` is not all of them
         self.lean: list[int] = []
+        self._fed_inputs: list[int] = []  # filled by copy nodes of the forward graph
+        self.fed_sinks: list[int] = []  # positions filled by copy nodes of the graphs for `lean`
         self.extra_arguments = 0  # of the autograd node, after the inputs: parameters, or an anchor
         self.pending: weakref.ref | None = None  # the autograd node of the last forward, until its backward has run
         self.ticket = 0  # changes whenever the static buffers no longer belong to an earlier forward
@@ -74,17 +77,30 @@ class Slot:
         def run() -> list[torch.Tensor]:
             return self.body.run(self.signature, self.inputs)[0]
 
+        if backend.copy_nodes:
+            self._fed_inputs = [index for index, static in enumerate(self.inputs)
+                                if index not in self.borrowed and can_feed(static)]
         self._pool = backend.pool()
-        self.forward_graph = backend.capture(run, self._pool)
+        feeds = [self.inputs[index] for index in self._fed_inputs]
+        self.forward_graph = backend.capture(run, self._pool, feeds=feeds)
         self.outputs = self.forward_graph.outputs
 
-    def capture_backward(self, backend: Any, grad_outputs: list[torch.Tensor]) -> None:
+    def capture_backward(self, backend: Any, grad_outputs: list[torch.Tensor], shared: Set[int]) -> None:
         """Capture the backward pass. `retain_graph` keeps what it reads out of the pool's free list, so that it can be
-        replayed again, and by another graph of this slot."""
+        replayed again, and by another graph of this slot.
+
+        Args:
+            grad_outputs: where the incoming gradients are read from, one a trainable output.
+            shared: positions of those that are gradients which another slot hands out.
+        """
         pool = self._pool
         self.grad_outputs = grad_outputs
         trainable = self.analysis.trainable
         self.lean = self.analysis.lean if self.analysis.lean is not None else list(range(len(trainable)))
+        if backend.copy_nodes:
+            self.fed_sinks = [position for position in self.lean
+                              if position not in shared and can_feed(grad_outputs[position])]
+        feeds = [grad_outputs[position] for position in self.fed_sinks]
         differentiable = self.body.differentiable(self.inputs)
         split = self._split()
         buffers = self.accumulators.buffers if self.accumulators is not None else []
@@ -116,8 +132,11 @@ class Slot:
 
         def write(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
             if not buffers:
-                return gradients(outputs, self.lean)
-            return stored(outputs, self.lean, torch.Tensor.copy_, torch._foreach_copy_)
+                found = gradients(outputs, self.lean)
+            else:
+                found = stored(outputs, self.lean, torch.Tensor.copy_, torch._foreach_copy_)
+            # Expanded ones, such as those of a sum, have no memory of their own for a further graph or a copy node.
+            return [None if gradient is None else _dense(gradient) for gradient in found]
 
         def overwrite(positions: list[int], put: Callable[..., Any],
                       put_all: Callable[..., Any]) -> Callable[..., list]:
@@ -131,14 +150,27 @@ class Slot:
                 return []
             return run
 
-        self.write_graph = backend.capture(write, pool, self.forward_graph)
+        self.write_graph = backend.capture(write, pool, self.forward_graph, feeds=feeds,
+                                           drains=self._drains(backend))
         self.grad_inputs = self.write_graph.outputs
         if buffers:
             adding = overwrite(self.lean, torch.Tensor.add_, torch._foreach_add_)
-            self.add_graph = backend.capture(adding, pool, self.forward_graph)
+            self.add_graph = backend.capture(adding, pool, self.forward_graph, feeds=feeds)
         if len(self.lean) < len(trainable):
             everything = overwrite(list(range(len(trainable))), torch.Tensor.copy_, torch._foreach_copy_)
             self.full_graph = backend.capture(everything, pool, self.forward_graph)
+
+    def _drains(self, backend: Any) -> dict[int, int]:
+        """The gradients of parameters that copy nodes bring to fresh memory: place among `grad_inputs` to bytes."""
+        if not backend.copy_nodes or self.accumulators is not None:
+            return {}
+        split = self._split()
+        parameters = [alias for alias in self.body.aliases if alias.requires_grad]
+        receivers = {split + place: parameter for place, parameter in enumerate(parameters)
+                     if self.analysis.reaches[split + place]}
+        if any(parameter.is_complex() or not parameter.numel() for parameter in receivers.values()):
+            return {}
+        return {place: parameter.nbytes for place, parameter in receivers.items()}
 
     def finish(self) -> None:
         """Build the replay functions. `settle` must follow once every slot of the manager is finished."""
@@ -236,35 +268,57 @@ class Slot:
         return lambda tensors: apply(*tensors, *arguments)
 
     def _loader(self) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        """A function that copies the arguments into the static inputs, all in one fused call, except those that are
-        there already."""
-        targets = [static.detach() for static in self.inputs]
-        pointers = [static.data_ptr() for static in targets]
-        cuts = [broadcast_index(static) for static in targets]
-        if any(cut is not None for cut in cuts):
-            targets = [static if cut is None else static[cut] for static, cut in zip(targets, cuts)]
-
-            def cut_down(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-                return [tensor if cut is None else tensor[cut] for tensor, cut in zip(tensors, cuts)]
-        else:
-            cut_down = None
+        """A function that brings the arguments into the static inputs: it aims the copy nodes, and copies the others,
+        except those that are there already, in one fused call."""
+        statics = [static.detach() for static in self.inputs]
+        fed = [(index, node, statics[index]) for index, node in zip(self._fed_inputs, self.forward_graph.feeds)]
         copies = [alias.detach() for alias in self.body.aliases] if self.body.copied else []
-        if len(targets) == 1 and cut_down is None and not copies:
-            target, pointer = targets[0], pointers[0]
+        others = [index for index in range(len(statics)) if index not in self._fed_inputs]
+        copy_others = self._copier(statics, others, copies)
+        if len(fed) == 1 and not others and not copies:
+            (_, node, static), = fed
 
             def load_one(tensors: tuple[torch.Tensor, ...]) -> None:
                 tensor = tensors[0]
+                if (tensor.data_ptr() != node.address or tensor.is_neg()) and not feed((node,), tensor, static):
+                    static.copy_(tensor)
+
+            return load_one
+        if not fed:
+            return copy_others
+
+        def load(tensors: tuple[torch.Tensor, ...]) -> None:
+            for index, node, static in fed:
+                tensor = tensors[index]
+                if (tensor.data_ptr() != node.address or tensor.is_neg()) and not feed((node,), tensor, static):
+                    static.copy_(tensor)
+            copy_others(tensors)
+
+        return load
+
+    def _copier(self, statics: list[torch.Tensor], places: list[int],
+                copies: list[torch.Tensor]) -> Callable[[tuple[torch.Tensor, ...]], None]:
+        """A function that copies the arguments at `places` into their statics, and the live parameters into `copies`."""
+        cuts = [broadcast_index(statics[index]) for index in places]
+        targets = [(index, static if cut is None else static[cut], static.data_ptr(), cut)
+                   for index, cut in zip(places, cuts) for static in (statics[index],)]
+        if len(targets) == 1 and cuts[0] is None and not copies:
+            (place, target, pointer, _), = targets
+
+            def copy_one(tensors: tuple[torch.Tensor, ...]) -> None:
+                tensor = tensors[place]
                 if tensor.data_ptr() != pointer:
                     target.copy_(tensor)
 
-            return load_one
+            return copy_one
 
-        def load(tensors: tuple[torch.Tensor, ...]) -> None:
+        def copy(tensors: tuple[torch.Tensor, ...]) -> None:
             into, values = [], []
-            for tensor, target, pointer in zip(cut_down(tensors) if cut_down else tensors, targets, pointers):
+            for index, target, pointer, cut in targets:
+                tensor = tensors[index]
                 if tensor.data_ptr() != pointer:
                     into.append(target)
-                    values.append(tensor)
+                    values.append(tensor if cut is None else tensor[cut])
             if copies:
                 into += copies
                 values += self.body.live_parameters()
@@ -273,7 +327,7 @@ class Slot:
             elif into:
                 torch._foreach_copy_(into, values)
 
-        return load
+        return copy
 
     def _node(self) -> Callable[..., Any]:
         """Apply the autograd node of this slot. It saves nothing: what backward needs is in the static buffers."""
@@ -351,6 +405,12 @@ class Slot:
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
         self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
         self.borrowed, self._lenders, self.accumulators, self.pending = {}, [], None, None
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient`, or a copy where its elements do not fill a piece of memory by themselves."""
+    gradient = gradient.resolve_neg()
+    return gradient if is_dense(gradient) else gradient.clone()
 
 
 def _put_away(buffer: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
