@@ -389,6 +389,32 @@ def test_a_stuck_main_thread_is_left_behind(site):
     assert "leaving on SIGTERM" in err and "in stuck" in err
 
 
+# A graph whose kernels wait for a peer: deleting it waits for them, and only an abort frees them.
+WAITING = """
+    import os, signal, threading, time
+    from torch.distributed.distributed_c10d import state
+    class Waiting(torch.cuda.CUDAGraph):
+        def reset(self):
+            while not state["aborted"]:
+                time.sleep(0.01)
+            super().reset()
+    waiting = Waiting("waiting")
+    torch.distributed.init_process_group()
+"""
+
+
+@pytest.mark.parametrize("how, code", [
+    ("raise RuntimeError('injected')", 1),
+    ("try: 1 / 0\nfinally: torch.distributed.destroy_process_group()", 1),
+    ("threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\nstuck()", 128 + signal.SIGTERM),
+])  # fmt: skip
+def test_a_deletion_that_waits_for_a_peer_is_freed_by_the_abort(site, how, code):
+    script = "import torch\n" + textwrap.dedent(WAITING) + textwrap.dedent(STUCK) + how + "\n"
+    ended, _, err = site.run(script, options=("--limit", "6"))
+    assert ended == code, err
+    assert site.events()[:2] == ["abort with 1 graphs", "reset waiting"]
+
+
 GROUPS = """
     import threading, time
     from torch.distributed import distributed_c10d

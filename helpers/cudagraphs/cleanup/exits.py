@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -34,6 +34,7 @@ _FAULT_SHARE_WITH_PEERS = 0.5
 _STUCK_SHARE, _STUCK_END_SHARE, _UNWINDING_SHARE = 0.25, 0.625, 0.5
 _LAST_STAGE_SHARE = 0.125  # what a stage of the way out has at least, when those before it took the time
 _RESCUE_LOCK_S = 0.5
+_ABORT_BESIDE_S = 0.5  # a deletion that takes longer after a fault with peers waits for kernels that wait for a peer
 _ABORT_LOCK_S = 1.0  # how long to wait for an abort that the other thread is in
 _LISTENER_LAG_S = 2.0  # how late the listener may read of a signal that the main thread has handled already
 
@@ -177,7 +178,7 @@ class Exits:
         self.fault = self.fault or bool(self._signal_tokens)
         groups.use_device_of_process()
         try:
-            self._delete(lock_timeout=_RESCUE_LOCK_S)
+            self._delete(self.fault, lock_timeout=_RESCUE_LOCK_S)
         except TimeoutError as error:
             say(str(error))
         if self.fault:
@@ -205,16 +206,37 @@ class Exits:
             status = {"status": 128 + self.signum} if self.signum is not None else {}
             self._token = self.watchdog.arm(self._time_to_leave(self.fault), "teardown", **status)
             self.watchdog.disarm(self._signal_tokens.pop(signal.SIGINT, -1))
-        self._delete()
+        self._delete(self.fault)
         if self.fault:
             self._abort()
 
-    def _delete(self, lock_timeout: float = -1) -> None:
-        report = delete_cuda_graphs(release_memory=False, lock_timeout=lock_timeout)
+    def _delete(self, fault: bool, lock_timeout: float = -1) -> None:
+        with self._abort_beside() if fault and groups.world_size() > 1 else nullcontext():
+            report = delete_cuda_graphs(release_memory=False, lock_timeout=lock_timeout)
         for line in report.problems():
             say(line)
         if self.last_report is None or report.found:
             self.last_report = report
+
+    @contextmanager
+    def _abort_beside(self) -> Iterator[None]:
+        """Abort the communicators beside a deletion that does not end, after a fault with peers.
+
+        Deleting a graph waits for its kernels (cudaGraphExecDestroy), and a collective's wait for a peer until an abort
+        frees them. The abort in turn waits for the graphs, so neither can go before the other.
+        """
+        timer = threading.Timer(_ABORT_BESIDE_S, self._abort)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # the interpreter is going down
+            yield
+            return
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
     def _abort(self) -> None:
         if groups.world_size() == 1 or not self._aborting.acquire(timeout=_ABORT_LOCK_S):
@@ -222,6 +244,7 @@ class Exits:
         try:
             if groups.world_size() == 1:  # the other thread has done it
                 return
+            groups.use_device_of_process()
             reason = groups.abort()
         finally:
             self._aborting.release()
@@ -243,7 +266,7 @@ class Exits:
         token = self.watchdog.arm(self._time_to_leave(failing), f"torch.distributed.{name}()")
         gone = False
         try:
-            self._delete()
+            self._delete(failing)
             if failing and name == groups.DESTROY and groups.world_size() > 1:
                 self._abort()
                 gone = groups.world_size() == 1
