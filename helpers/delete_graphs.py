@@ -17,7 +17,8 @@ Usage, with one line:
 
 Options:
     --limit SECONDS   time from a fault to the end of the process (default 8); an orderly end has four times as long; with
-                      peers half of it, and five eighths for a main thread that is stuck when a signal comes
+                      peers half of it, five eighths for a main thread that is stuck when a signal comes, and three
+                      quarters for one that had to be freed
     --report FILE     write what was deleted as JSON; under several ranks name it with {rank}
 
 Output: nothing on stdout, which belongs to the program. On stderr one line for each graph that could not be deleted,

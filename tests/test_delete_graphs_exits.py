@@ -479,12 +479,33 @@ def test_after_a_fault_with_peers_all_stages_share_half_of_the_limit(monkeypatch
 def test_a_stuck_main_thread_has_less_time_where_there_are_peers(monkeypatch, ranks, seconds):
     armed = []
     leaving = object.__new__(exits.Exits)
-    leaving.limit, leaving._signal_tokens = 8.0, {}
+    leaving.limit, leaving.had_peers, leaving._signal_tokens = 8.0, False, {}
     leaving.watchdog = SimpleNamespace(arm=lambda *words, **more: armed.append((words, more)))
     monkeypatch.setattr(exits.groups, "world_size", lambda: ranks)
     leaving._arm_signal(signal.SIGTERM)
     ((after, _, status), more) = armed[0]
     assert after == seconds and status == 143 and after * more["rescue_share"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reacts_after", "end"), [(1, 0.1, 8.0), (1, 2.5, 8.0), (2, 0.1, 8.0), (2, 2.5, 6.0)]
+)
+def test_a_main_thread_that_a_rescue_had_to_free_has_less_time(monkeypatch, ranks, reacts_after, end):
+    """Its peers have left the communicators by then, and it was signalled late: all of it within 10 s of the fault."""
+    clock, moved = [100.0], []
+    monkeypatch.setattr(exits.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(exits.groups, "world_size", lambda: ranks)
+    leaving = object.__new__(exits.Exits)
+    leaving.limit, leaving.had_peers, leaving.leaving, leaving.signum = 8.0, False, False, None
+    leaving.previous, leaving._signal_tokens = {signal.SIGTERM: signal.SIG_DFL}, {}
+    leaving._signalled_at, leaving.fault = float("inf"), False
+    leaving.watchdog = SimpleNamespace(arm=lambda *_, **__: 5, move=lambda *words: moved.append(words))
+    monkeypatch.setattr(leaving, "_ends_process", lambda signum: True)
+    leaving._arm_signal(signal.SIGTERM)
+    clock[0] += reacts_after
+    with pytest.raises(exits.SignalExit):
+        leaving._on_signal(signal.SIGTERM, None)
+    assert moved == [(5, end, 4.0)]
 
 
 def test_a_stuck_main_thread_whose_rescue_never_returns_is_left_behind(site):

@@ -30,8 +30,9 @@ ORDERLY_FACTOR = 4
 _FAULT_SHARE_WITH_PEERS = 0.5
 # After a signal: the share of the limit that a main thread has to react, before it counts as stuck in a collective and is
 # rescued, and the share after which a process leaves whose main thread has not reacted then. Once it has reacted, the
-# program's own cleanup has the whole limit, and a rescue comes at half of it.
-_STUCK_SHARE, _STUCK_END_SHARE, _UNWINDING_SHARE = 0.25, 0.625, 0.5
+# program's own cleanup has the whole limit, or three quarters where a rescue had to free it, as its peers have left the
+# communicators by then; a rescue comes at half of the limit.
+_STUCK_SHARE, _STUCK_END_SHARE, _FREED_END_SHARE, _UNWINDING_SHARE = 0.25, 0.625, 0.75, 0.5
 _LAST_STAGE_SHARE = 0.125  # what a stage of the way out has at least, when those before it took the time
 _RESCUE_LOCK_S = 0.5
 _ABORT_BESIDE_S = 0.5  # a deletion that takes longer after a fault with peers waits for kernels that wait for a peer
@@ -67,6 +68,7 @@ class Exits:
         self.watchdog = Watchdog(self._rescue, who_keeps_graphs)
         self.previous: dict[int, Any] = {}
         self._signal_tokens: dict[int, int] = {}
+        self._signalled_at = float("inf")
         self._interrupted_at = float("-inf")
         self._wakeup: tuple[int, int] | None = None
         self._token = -1
@@ -147,7 +149,9 @@ class Exits:
     def _arm_signal(self, signum: int) -> None:
         if signum not in self._signal_tokens:
             name = signal.Signals(signum).name
-            share = _STUCK_END_SHARE if groups.world_size() > 1 else 1.0
+            self.had_peers = self.had_peers or groups.world_size() > 1
+            share = _STUCK_END_SHARE if self.had_peers else 1.0
+            self._signalled_at = time.monotonic()
             self._signal_tokens[signum] = self.watchdog.arm(
                 share * self.limit, f"leaving on {name}", 128 + signum, rescue_share=_STUCK_SHARE / share
             )
@@ -170,7 +174,9 @@ class Exits:
             raise KeyboardInterrupt
         self.signum, self.fault = signum, True
         self._arm_signal(signum)
-        self.watchdog.move(self._signal_tokens[signum], self.limit, _UNWINDING_SHARE * self.limit)
+        freed = self.had_peers and time.monotonic() - self._signalled_at > _STUCK_SHARE * self.limit
+        end = (_FREED_END_SHARE if freed else 1.0) * self.limit
+        self.watchdog.move(self._signal_tokens[signum], end, _UNWINDING_SHARE * self.limit)
         raise SignalExit(signum)
 
     def _rescue(self) -> None:
