@@ -13,6 +13,8 @@ A variant is IMPL or IMPL:MODULE+MODULE. Each runs in a process of its own; eage
 Output: a table with a verdict for each variant and a recommendation on stdout, progress on stderr. `--json` puts the
 whole result on stdout instead (the table then goes to stderr), `--json FILE` writes it to a file.
 
+Under a launcher each rank checks the arguments, and all leave when one cannot start.
+
 Exit codes: 0 every variant works as the rules say, 1 a variant that the rules allow failed to capture, trained
 differently or did not exit, 2 wrong usage or unreadable input, 3 a fault of this tool, 4 no usable GPU or stack.
 """
@@ -28,16 +30,21 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from cudagraphs import versions as known
 from cudagraphs.capture import parent, plan, plot, ranks, report, variants
 from cudagraphs.capture.gpulock import GpuLock
 from cudagraphs.capture.run import Effort, run
 from cudagraphs.capture.stacks import imports
+
+if TYPE_CHECKING:
+    from cudagraphs.capture import recipe
 
 DISTRIBUTION = {"megatron-core": "mcore", "transformer-engine": "te", "torch": "torch"}
 NEEDS = {
@@ -51,8 +58,11 @@ INSTALL = {
     "megatron-core": "pip install megatron-core",
 }
 PRECISIONS = ("bf16", "fp32", "fp8-delayed", "fp8-tensorwise", "fp8-blockwise", "fp8-mxfp8")
+# What the other stacks have nothing to do with.
+MCORE_ONLY = ("overlap-grad-reduce", "distributed-optimizer", "overlap-param-gather")
 DRILLS = ("sync", "oom", "crash", "hang", "static-grads", "default-stream")
 GIB = 2**30
+Result = TypeVar("Result")
 
 
 class UsageError(Exception):
@@ -63,9 +73,15 @@ class Unavailable(Exception):
     """No usable GPU or stack; exit code 4."""
 
 
+WRONG_USAGE = (UsageError, variants.VariantError, known.VersionError, ranks.RanksError)
+
+
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="smoke_capture.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="smoke_capture.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the command that a result records has the names in full
     )
     what = parser.add_argument_group("what to run")
     what.add_argument(
@@ -179,14 +195,103 @@ def _shape(args: argparse.Namespace, model: str) -> plan.Shape:
     return out
 
 
-def _recipe(args: argparse.Namespace, limit_bytes: int):
-    """(model, shape, changes, variant or None, further config fields) of the recipe, scaled to fit `limit_bytes`."""
-    from cudagraphs.capture import recipe
+def _check(args: argparse.Namespace, world: int) -> tuple[str, dict[str, str | None], recipe.Read | None]:
+    """(stack, installed versions, the recipe) once the arguments go together.
+
+    Nothing in here depends on the rank or the machine: every rank finds the same fault before it waits for another.
+    """
+    if args.device == "cpu" and args.stack not in ("auto", "torch"):
+        raise UsageError("--device cpu runs the torch stack only")
+    if args.device == "cpu" and args.drill in ("sync", "oom", "default-stream"):
+        raise UsageError(f"--drill {args.drill} needs a GPU")
+    if args.plot and args.plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot {args.plot}: a plot is written as .png or .svg")
+    stack, found = _stack(args.stack, args.device)
+    if args.recipe and stack != "megatron-core":
+        raise UsageError(f"--recipe needs --stack megatron-core, and {stack} is what is there")
+    model = args.model or "dense"
+    if not args.recipe and model not in variants.MODELS[stack]:
+        raise UsageError(f"--stack {stack} has no model {model}; it has {', '.join(variants.MODELS[stack])}")
+    if args.precision.startswith("fp8") and stack == "torch":
+        raise UsageError("--precision fp8 needs --stack transformer-engine or megatron-core")
+    if args.precision == "fp32" and stack != "torch":
+        raise UsageError("--precision fp32 needs --stack torch")
+    group = args.tp * args.pp
+    if world % group or (world // args.pp) % args.ep:
+        raise UsageError(f"{world} processes do not divide by --tp {args.tp} --pp {args.pp} --ep {args.ep}")
+    if stack != "megatron-core" and (group > 1 or args.ep > 1):
+        raise UsageError(f"--tp, --pp and --ep need --stack megatron-core; {stack} runs data parallel only")
+    given = [f"--{name}" for name in MCORE_ONLY if getattr(args, name.replace("-", "_"))]
+    given += ["--vpp"] * (args.vpp > 1)
+    if stack != "megatron-core" and given:
+        raise UsageError(f"{' and '.join(given)}: only with --stack megatron-core, and this is {stack}")
+    if args.overlap_param_gather and not (args.distributed_optimizer and args.overlap_grad_reduce):
+        raise UsageError("--overlap-param-gather needs --distributed-optimizer and --overlap-grad-reduce")
+    for text in args.variant:
+        variants.parse(text, stack)
+    if args.recipe:
+        return stack, found, _read(args)
+    _check_virtual(args, _shape(args, model))
+    return stack, found, None
+
+
+def _read(args: argparse.Namespace) -> recipe.Read:
+    from cudagraphs.capture import recipe  # needs PyYAML, which a GPU machine may lack
 
     try:
-        read = recipe.read(args.recipe, args.function)
+        return recipe.read(args.recipe, args.function)
     except recipe.RecipeError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_virtual(args: argparse.Namespace, shape: plan.Shape) -> None:
+    if args.vpp > 1 and (args.pp == 1 or shape.layers % (args.pp * args.vpp) or shape.microbatches % args.pp):
+        raise UsageError(
+            f"--vpp {args.vpp} needs --pp of at least 2, layers ({shape.layers}) that divide by --pp times --vpp, and "
+            f"microbatches ({shape.microbatches}) that divide by --pp"
+        )
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """The files that come last, before anything is captured for them."""
+    if args.plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib (pip install matplotlib)")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is None or path == "-":
+            continue
+        path = Path(path)
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise UsageError(f"{option} {path}: this is {kind}; give the name of a file")
+        if not path.parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it or give another file")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{option} {path}: the folder {path.parent} cannot be written to; give another file")
+
+
+def _agreed(here: ranks.Ranks, tag: str, work: Callable[[], Result]) -> Result:
+    """What `work` returns, where it raises on no rank. Else every rank raises: none waits for one that has left."""
+    out, own, told = None, None, None
+    try:
+        out = work()
+    except WRONG_USAGE as error:
+        own, told = error, ("usage", str(error))
+    except Unavailable as error:
+        own, told = error, ("unavailable", str(error))
+    except Exception as error:
+        own, told = error, ("fault", f"{type(error).__name__}: {error}")
+    found = here.agree(tag, told)
+    if not any(found):
+        return out
+    here.leave()
+    if own is not None:
+        raise own
+    rank, (kind, text) = next((rank, told) for rank, told in enumerate(found) if told)
+    raise {"usage": UsageError, "unavailable": Unavailable, "fault": RuntimeError}[kind](f"rank {rank}: {text}")
+
+
+def _recipe(args: argparse.Namespace, read: recipe.Read, limit_bytes: int):
+    """(model, shape, changes, variant or None, further config fields) of the recipe, scaled to fit `limit_bytes`."""
     shape, notes = plan.shape_from_recipe(read.values)
     shape = replace(shape, microbatches=args.microbatches or plan.Shape().microbatches)
     divisors = {"tensor": args.tp, "pipeline": args.pp, "expert": args.ep}
@@ -199,43 +304,22 @@ def _recipe(args: argparse.Namespace, limit_bytes: int):
     if (config.get("recompute_num_layers") or 0) > scaled.layers:
         changes.append(f"recompute_num_layers {config['recompute_num_layers']} -> {scaled.layers}")
         config["recompute_num_layers"] = scaled.layers
+    _check_virtual(args, scaled)
     return plan.model_of(read.values), scaled, notes + changes + read.notes, read.variant, config
 
 
 def _setup(
-    args: argparse.Namespace, here: ranks.Ranks, stack: str, found: dict, machine: dict
+    args: argparse.Namespace, read: recipe.Read | None, here: ranks.Ranks, stack: str, found: dict, machine: dict
 ) -> tuple[dict, dict, list]:
-    """(setup common to all jobs, rules by variant name, variants to run)."""
+    """(setup common to all jobs, rules by variant name, variants to run). `read` is the recipe where there is one."""
     changes: list[str] = []
     wanted = None
     extra: dict = {}
-    if args.recipe and stack != "megatron-core":
-        raise UsageError(f"--recipe needs --stack megatron-core, and {stack} is what is there")
-    if args.recipe:
-        model, shape, changes, wanted, extra = _recipe(args, int(0.8 * machine["free_bytes"] / 3))
+    if read is not None:
+        model, shape, changes, wanted, extra = _recipe(args, read, int(0.8 * machine["free_bytes"] / 3))
     else:
         model = args.model or "dense"
         shape = _shape(args, model)
-    if model not in variants.MODELS[stack]:
-        raise UsageError(f"--stack {stack} has no model {model}; it has {', '.join(variants.MODELS[stack])}")
-    if args.precision.startswith("fp8") and stack == "torch":
-        raise UsageError("--precision fp8 needs --stack transformer-engine or megatron-core")
-    if args.precision == "fp32" and stack != "torch":
-        raise UsageError("--precision fp32 needs --stack torch")
-    group = args.tp * args.pp
-    if here.world % group or (here.world // args.pp) % args.ep:
-        raise UsageError(f"{here.world} processes do not divide by --tp {args.tp} --pp {args.pp} --ep {args.ep}")
-    if stack != "megatron-core" and (group > 1 or args.ep > 1):
-        raise UsageError(f"--tp, --pp and --ep need --stack megatron-core; {stack} runs data parallel only")
-    if stack != "megatron-core" and (args.vpp > 1 or args.distributed_optimizer):
-        raise UsageError(f"--vpp and --distributed-optimizer need --stack megatron-core, not {stack}")
-    if args.overlap_param_gather and not (args.distributed_optimizer and args.overlap_grad_reduce):
-        raise UsageError("--overlap-param-gather needs --distributed-optimizer and --overlap-grad-reduce")
-    if args.vpp > 1 and (args.pp == 1 or shape.layers % (args.pp * args.vpp) or shape.microbatches % args.pp):
-        raise UsageError(
-            f"--vpp {args.vpp} needs --pp of at least 2, layers ({shape.layers}) that divide by --pp times --vpp, and "
-            f"microbatches ({shape.microbatches}) that divide by --pp"
-        )
     parallel = {"tensor": args.tp, "pipeline": args.pp, "virtual": args.vpp, "expert": args.ep}
     pattern = plan.hybrid_pattern(model, shape.layers, known_package("mamba-ssm"))
     if pattern and "M" not in pattern and model == "hybrid":
@@ -282,11 +366,11 @@ def known_package(name: str) -> bool:
 
 
 def _variants(
-    args, stack: str, model: str, pattern: str | None, recipe: variants.Variant | None
+    args, stack: str, model: str, pattern: str | None, of_recipe: variants.Variant | None
 ) -> list[variants.Variant]:
     chosen = [variants.parse(text, stack) for text in args.variant]
-    if recipe is not None:
-        chosen.append(recipe)
+    if of_recipe is not None:
+        chosen.append(of_recipe)
     if args.sweep or not chosen:
         chosen += variants.candidates(stack, model, pattern)
     return [variant for variant in dict.fromkeys(chosen) if variant.impl != "none"]
@@ -406,21 +490,21 @@ class Launchers:
 
 
 def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -> tuple[dict, int]:
-    """Runs everything and returns the result and the exit code. Raises UsageError, VariantError and Unavailable."""
+    """Runs everything and returns the result and the exit code. Raises those of WRONG_USAGE, and Unavailable."""
     begin = time.monotonic()
     launchers.runs += 1
+    stack, found, read = _check(args, ranks.world_size())
     here = ranks.from_environment(args.phase_limit * 2, launchers.runs)
     progress = _progress(args.quiet, here, begin)
-    if args.device == "cpu" and args.stack not in ("auto", "torch"):
-        raise UsageError("--device cpu runs the torch stack only")
-    if args.device == "cpu" and args.drill in ("sync", "oom", "default-stream"):
-        raise UsageError(f"--drill {args.drill} needs a GPU")
-    if args.plot and args.plot.suffix not in (".png", ".svg"):
-        raise UsageError(f"--plot {args.plot}: a plot is written as .png or .svg")
-    stack, found = _stack(args.stack, args.device)
-    launcher, probe = launchers.of(args, stack, progress)
-    setup, rules, chosen = _setup(args, here, stack, found, probe)
-    jobs, skipped = _jobs(setup, chosen, rules, args, stack)
+    # Rank 0 writes; the folder may be on its machine only.
+    _agreed(here, "output", lambda: _check_output(args) if here.rank == 0 else None)
+
+    def prepare():
+        launcher, probe = launchers.of(args, stack, progress)
+        setup, rules, chosen = _setup(args, read, here, stack, found, probe)
+        return launcher, probe, setup, rules, *_jobs(setup, chosen, rules, args, stack)
+
+    launcher, probe, setup, rules, jobs, skipped = _agreed(here, "start", prepare)
     shape = plan.Shape(**setup["shape"])
     limits = {"default": args.phase_limit, "exit": args.exit_limit}
     # Several ranks keep step with each other instead: a lock a rank could leave two runs waiting for one another.
@@ -443,7 +527,7 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     result = {
         "schema_version": report.SCHEMA_VERSION,
         "tool": "smoke_capture",
-        "command": shlex.join(["python", "helpers/smoke_capture.py", *_without_output(argv)]),
+        "command": shlex.join(["python", "helpers/smoke_capture.py", *report.recorded(argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "revision": _revision(args.revision),
         "seed": args.seed,
@@ -468,20 +552,6 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
     return result, report.exit_code(results)
 
 
-def _without_output(argv: Sequence[str]) -> list[str]:
-    """The arguments that decide the result: where it was written and what recorded it does not matter."""
-    out, skip = [], False
-    for word in argv:
-        name = word.split("=")[0]
-        if skip and not word.startswith("--"):
-            skip = False
-            continue
-        skip = name in ("--json", "--plot", "--revision") and "=" not in word
-        if name not in ("--json", "--plot", "--revision", "--quiet"):
-            out.append(word)
-    return out
-
-
 def _graph_environment() -> dict[str, str]:
     """The variables that graphs depend on, where they are set."""
     names = (
@@ -501,8 +571,12 @@ def _graph_environment() -> dict[str, str]:
 def _write(path: Path, text: str) -> None:
     """Atomic: a reader sees the old file or the whole new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) -> int:
@@ -512,7 +586,7 @@ def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) 
     own = launchers or Launchers()
     try:
         result, code = smoke(args, argv, own)
-    except (UsageError, variants.VariantError, known.VersionError) as error:
+    except WRONG_USAGE as error:
         print(f"smoke_capture.py: {error}", file=sys.stderr)
         return 2
     except Unavailable as error:
@@ -536,15 +610,27 @@ def main(argv: Sequence[str] | None = None, launchers: Launchers | None = None) 
         print(table, file=sys.stderr)
     else:
         print(table)
-        if args.json:
-            _write(Path(args.json), json.dumps(result) + "\n")
+        if args.json and not _kept(result, Path(args.json)):
+            return 3
     if args.plot:
         try:
             plot.draw(result, args.plot)
-        except ImportError:
-            print("smoke_capture.py: --plot needs matplotlib (pip install matplotlib)", file=sys.stderr)
+        except OSError as error:
+            print(f"smoke_capture.py: --plot {args.plot}: {error.strerror or error}", file=sys.stderr)
             return 3
     return code
+
+
+def _kept(result: dict, path: Path) -> bool:
+    """Writes the result; onto stdout where the file can no longer be written (a full disk), for a run may be long."""
+    text = json.dumps(result)
+    try:
+        _write(path, text + "\n")
+    except OSError as error:
+        print(f"smoke_capture.py: --json {path}: {error.strerror or error}; it follows on stdout", file=sys.stderr)
+        print(text)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import smoke_capture
-from cudagraphs.capture import plan, ranks, variants
+from cudagraphs.capture import plan, ranks, recipe, report, variants
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 TINY = [
@@ -120,6 +120,14 @@ def test_json_on_stdout_is_one_object_and_the_table_moves_aside():
         (["--hidden", "100", "--heads", "7"], "does not divide"),
         (["--tp", "2"], "do not divide"),
         (["--recipe", "recipe.py"], "needs --stack megatron-core"),
+        (["--vpp", "2"], "--vpp: only with --stack megatron-core, and this is torch"),
+        (["--overlap-grad-reduce"], "--overlap-grad-reduce: only with --stack megatron-core, and this is torch"),
+        (["--distributed-optimizer"], "--distributed-optimizer: only with --stack megatron-core"),
+        (["--overlap-param-gather"], "--overlap-param-gather: only with --stack megatron-core"),
+        (["--json", "missing/x.json"], "--json missing/x.json: there is no folder missing"),
+        (["--json", "/dev/null"], "--json /dev/null: this is no regular file"),
+        (["--json", "."], "--json .: this is a folder"),
+        (["--plot", "missing/x.svg"], "--plot missing/x.svg: there is no folder missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -128,6 +136,25 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments, word, capsys):
     assert smoke_capture.main([*TINY, *arguments]) == 2
     text = capsys.readouterr().err
     assert word in text and len(text.splitlines()) == 1 and text.startswith("smoke_capture.py: ")
+
+
+@torch_needed
+def test_output_that_cannot_be_written_is_found_before_the_stack_is_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smoke_capture.parent, "ForkLauncher", None)
+    monkeypatch.setattr(smoke_capture.os, "access", lambda *_: False)
+    assert smoke_capture.main([*TINY, "--json", str(tmp_path / "x.json")]) == 2
+    assert f"the folder {tmp_path} cannot be written to" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(smoke_capture.parent, "ForkLauncher", None)
+    monkeypatch.setattr(smoke_capture, "find_spec", lambda _: None)
+    assert smoke_capture.main([*TINY, "--plot", str(tmp_path / "x.svg")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_any_more_is_on_stdout(tmp_path, capsys):
+    assert not smoke_capture._kept({"schema_version": 1}, tmp_path / "gone" / "x.json")
+    heard = capsys.readouterr()
+    assert json.loads(heard.out) == {"schema_version": 1} and "it follows on stdout" in heard.err
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--size", "huge"], ["--rounds", "x"]], ids=" ".join)
@@ -186,7 +213,9 @@ def planned(*arguments, model="moe-dropless"):
     """(jobs, skipped) as a GPU machine with megatron-core would plan them."""
     args = smoke_capture._arguments().parse_args(["--model", model, *arguments])
     found = {"torch": "2.11.0", "transformer-engine": "2.20.2", "megatron-core": "0.19.2"}
-    setup, rules, chosen = smoke_capture._setup(args, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37})
+    setup, rules, chosen = smoke_capture._setup(
+        args, None, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37}
+    )
     return smoke_capture._jobs(setup, chosen, rules, args, "megatron-core")
 
 
@@ -219,7 +248,10 @@ def pretrain():
     )
     args = smoke_capture._arguments().parse_args(["--recipe", str(path)])
     found = {"torch": "2.11.0", "transformer-engine": "2.20.2", "megatron-core": "0.19.2"}
-    setup, rules, chosen = smoke_capture._setup(args, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37})
+    read = recipe.read(path, None)
+    setup, rules, chosen = smoke_capture._setup(
+        args, read, ranks.Ranks(), "megatron-core", found, {"free_bytes": 2**37}
+    )
     assert [variant.name for variant in chosen] == ["full_iteration"] and rules["full_iteration"]["verdict"] == "legal"
     assert setup["config"]["num_layers"] == 8 and setup["config"]["recompute_num_layers"] == 8
     for change in (
@@ -252,7 +284,21 @@ def test_the_command_that_is_recorded_leaves_out_where_the_result_went():
         "--long",
         "4",
     ]
-    assert smoke_capture._without_output(words) == ["--sweep", "--seed", "3", "--long", "4"]
+    assert report.recorded(words) == ["--sweep", "--seed", "3", "--long", "4"]
+
+
+def test_the_command_that_is_recorded_has_each_option_once_as_it_counted():
+    words = ["--rounds", "2", "--variant", "local", "--variant", "full_iteration", "--sweep", "--rounds=3", "--sweep"]
+    kept = ["--rounds=3", "--variant", "local", "--variant", "full_iteration", "--sweep"]
+    assert report.recorded(words) == kept
+    parse = smoke_capture._arguments().parse_args
+    assert parse(words) == parse(kept)
+
+
+def test_an_option_is_not_abbreviated_so_that_the_command_holds_its_name(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        smoke_capture.main(["--js", "x.json"])
+    assert "--js" in capsys.readouterr().err
 
 
 def test_a_result_file_is_replaced_whole(tmp_path):

@@ -40,3 +40,10 @@ def test_one_line_on_the_command_line(capsys, tmp_path):
     assert validate_constraints.main([str(path), "--bridge", "9.9"]) == 2
     out = capsys.readouterr()
     assert out.out == "" and out.err.count("\n") == 1 and "Megatron Bridge 9.9 is outside" in out.err
+
+
+def test_a_cudnn_number_is_written_as_its_release():
+    # cudnn_version.h: CUDNN_MAJOR * 10000 + CUDNN_MINOR * 100 + CUDNN_PATCHLEVEL; times 1000 up to cuDNN 8
+    assert [versions.dotted_cudnn(number) for number in (91900, "91900", 8907, 90101)] == ["9.19.0", "9.19.0", "8.9.7", "9.1.1"]
+    assert versions.dotted_cudnn("9.14.0 (torch was built with 9.19.0)") == "9.14.0 (torch was built with 9.19.0)"
+    assert versions.dotted_cudnn(None) is None

@@ -50,6 +50,19 @@ def parse(text: str) -> Number:
     return tuple(int(group) for group in match.groups() if group is not None)
 
 
+def dotted_cudnn(number: int | str | None) -> str | None:
+    """`91900` -> `"9.19.0"`, `8907` -> `"8.9.7"`; a text that is dotted already, and None, as they are.
+
+    Source: cuDNN's header cudnn_version.h, CUDNN_VERSION: major x 10000 + minor x 100 + patch since cuDNN 9, and
+    major x 1000 before; torch.backends.cudnn.version() gives that number.
+    """
+    if number is None or not str(number).isdigit():
+        return number if number is None else str(number)
+    value = int(number)
+    major, rest = divmod(value, 10000 if value >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 @dataclass(frozen=True)
 class Versions:
     """Versions as number tuples, None where the component is absent. `how` says for each where the number came from."""

@@ -14,6 +14,7 @@ import pytest
 
 dist = pytest.importorskip("torch.distributed")
 
+import smoke_capture  # noqa: E402
 from cudagraphs.capture import parent, report  # noqa: E402
 from cudagraphs.capture.ranks import Ranks, StoreRanks, from_environment  # noqa: E402
 from cudagraphs.capture.run import Effort, run  # noqa: E402
@@ -91,10 +92,97 @@ def test_one_rank_needs_no_store(monkeypatch):
     alone.leave()
 
 
-def test_two_processes_train_data_parallel_over_gloo(tmp_path):
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def without_an_agent(*arguments, delay=(0.0, 0.0)):
+    """(exit code, stderr) of both ranks of smoke_capture.py as srun or mpirun start them: rank 0 holds the store.
+
+    The ranks get `arguments`, where {rank} stands for the rank, and start after `delay` seconds.
+    """
+    port, started = free_port(), []
+    for rank in range(2):
+        time.sleep(delay[rank])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        environment |= {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        words = [word.format(rank=rank) for word in arguments]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(HELPERS / "smoke_capture.py"), "--device", "cpu", "--quiet", *words],
+                env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    try:
+        return [(one.returncode, err) for one in started for err in [one.communicate(timeout=60)[1]]]
+    finally:
+        for one in started:
+            one.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--precision", "fp8-delayed"], "needs --stack"),
+        (["--tp", "3"], "2 processes do not divide"),
+        (["--variant", "te"], "no implementation"),
+        (["--hidden", "100", "--heads", "7"], "does not divide"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_leaves_no_rank_behind(arguments, word):
+    # the second rank comes when the first has gone, and its store with it
+    for code, err in without_an_agent(*arguments, delay=(0.0, 3.0)):
+        assert code == 2 and word in err and len(err.splitlines()) == 1
+
+
+def test_what_only_the_rank_that_writes_can_find_ends_all(tmp_path):
+    (tmp_path / "1").mkdir()
+    first, second = without_an_agent("--json", str(tmp_path / "{rank}" / "x.json"))
+    assert first[0] == second[0] == 2
+    assert "there is no folder" in first[1] and "rank 0: --json" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "word"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, and WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "RANK=2: of 2 ranks"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+    ],
+    ids=str,
+)
+def test_a_launcher_that_set_too_little_is_wrong_usage(monkeypatch, capsys, variables, word):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert smoke_capture.main(["--device", "cpu"]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_fault_on_one_rank_ends_what_all_do_together():
+    store = dist.HashStore()
+
+    def rank(number):
+        def work():
+            if number:
+                raise smoke_capture.Unavailable("no GPU")
+            return "ready"
+
+        with pytest.raises(smoke_capture.Unavailable) as stopped:
+            smoke_capture._agreed(StoreRanks(store, number, 2, limit_s=20), "start", work)
+        return str(stopped.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == ["rank 1: no GPU", "no GPU"]
+
+
+def test_two_processes_train_data_parallel_over_gloo(tmp_path):
+    port = free_port()
     arguments = [
         "--device",
         "cpu",

@@ -18,6 +18,8 @@ import sys
 import time
 from importlib import import_module
 
+from cudagraphs.versions import dotted_cudnn
+
 
 def _status(raw: int) -> int:
     return os.waitstatus_to_exitcode(raw)
@@ -35,7 +37,7 @@ def probe() -> dict:
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     try:
-        cudnn = torch.backends.cudnn.version()
+        cudnn = dotted_cudnn(torch.backends.cudnn.version())
     except RuntimeError as error:
         # Transformer Engine may have loaded another cuDNN than torch was built with; torch then refuses to work with
         # it.

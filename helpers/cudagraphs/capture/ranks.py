@@ -13,6 +13,10 @@ import os
 from datetime import timedelta
 
 
+class RanksError(ValueError):
+    """The launcher's variables do not describe ranks; the text names the variable."""
+
+
 class Ranks:
     """A single rank: everybody agrees at once."""
 
@@ -67,13 +71,40 @@ class StoreRanks(Ranks):
             self._store.wait(keys, self._limit)
 
 
+def world_size() -> int:
+    """How many ranks the launcher's variables describe, 1 without them. Raises RanksError for odd or missing ones."""
+    world = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    if world < 1:
+        raise RanksError(f"WORLD_SIZE={world}: there is at least one rank")
+    if world > 1:
+        rank = _number("RANK")
+        _number("MASTER_PORT")
+        if not 0 <= rank < world:
+            raise RanksError(f"RANK={rank}: of {world} ranks (WORLD_SIZE) it is one from 0 to {world - 1}")
+        if not os.environ.get("MASTER_ADDR"):
+            raise RanksError(f"MASTER_ADDR is not set, and WORLD_SIZE is {world}: {_START}")
+    return world
+
+
+_START = "start the ranks with torchrun, or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each"
+
+
+def _number(name: str) -> int:
+    if name not in os.environ:
+        raise RanksError(f"{name} is not set, and WORLD_SIZE is {os.environ['WORLD_SIZE']}: {_START}")
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise RanksError(f"{name}={os.environ[name]}: not a number; {_START}") from None
+
+
 def from_environment(limit_s: float, run: int = 0) -> Ranks:
     """The ranks that torchrun's environment describes; a single rank without it.
 
     The store is the launcher's own where it offers one (TORCHELASTIC_USE_AGENT_STORE, set by torchrun), else rank 0
-    holds it. `run` tells runs of one process apart. Raises KeyError naming a variable that the launcher should have set.
+    holds it. `run` tells runs of one process apart. Raises RanksError as `world_size` does.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     if world == 1:
         return Ranks()
     from torch.distributed import PrefixStore, TCPStore

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cudagraphs.capture import parity, timing
 from cudagraphs.capture.run import Outcome
 from cudagraphs.capture.variants import EAGER, REPEAT
@@ -359,3 +361,20 @@ def _row(out: dict) -> tuple[str, ...]:
         f"{out['memory_cost'] / MIB:+.0f}" if out["memory_cost"] is not None else "-",
         f"{cleanup['total_s']:.1f}" if cleanup else "-",
     )
+
+
+def recorded(argv: Sequence[str]) -> list[str]:
+    """The arguments of smoke_capture.py that decide its result, each once: of an option that was given again the last
+    one counts, as for argparse. Where the result was written and what recorded it does not matter; --variant adds up.
+    """
+    groups: list[list[str]] = []
+    for word in argv:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    out: dict[object, list[str]] = {}
+    for number, group in enumerate(groups):
+        name = group[0].partition("=")[0]
+        if name not in ("--json", "--plot", "--revision", "--quiet"):
+            out[number if name == "--variant" else name] = group
+    return [word for group in out.values() for word in group]
