@@ -14,23 +14,26 @@ Under torchrun these are the runs for two GPUs. `--suffix TEXT` ends the files' 
 Output: one smoke-*.json a run, its table beside it as .txt; a line a run on stdout. `--json` puts one object on stdout
 instead.
 
-Exit codes: 0 every run wrote its file, 1 one did not, 2 wrong usage.
+Exit codes: 0 every run wrote its file, 1 one did not, 2 wrong usage: nothing has run then.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import smoke_capture  # noqa: E402
+from cudagraphs.capture import ranks  # noqa: E402
+from cudagraphs.cli import Parser  # noqa: E402
 
 _ROUTED = "transformer_engine:attn+moe_router+moe_preprocess"
 _DENSE = ("--variant", "transformer_engine:attn+mlp", "--variant", "local", "--variant", "full_iteration")
@@ -204,15 +207,43 @@ def _run(
     begin = time.monotonic()
     # Of several ranks the first one reports; the others print nothing.
     table_path = os.devnull if int(os.environ.get("RANK", "0")) else target.with_suffix(".txt")
+    before = _state(target)
     with open(table_path, "w") as table, redirect_stdout(table):
         code = smoke_capture.main([*words, *extra, "--json", str(target)], launchers)
-    return {"run": name, "exit_code": code, "seconds": round(time.monotonic() - begin, 1), "written": target.exists()}
+    written = _state(target) not in (None, before)  # a file of an earlier run does not count
+    return {"run": name, "exit_code": code, "seconds": round(time.monotonic() - begin, 1), "written": written}
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is replaced; None without a file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _refused(words: Sequence[str]) -> str | None:
+    """What smoke_capture.py says to arguments that it does not take, None for those that it does."""
+    heard = io.StringIO()
+    try:
+        with redirect_stderr(heard), redirect_stdout(heard):
+            smoke_capture._arguments().parse_args(list(words))
+    except SystemExit:
+        return heard.getvalue().strip().splitlines()[-1]
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="smoke_evidence.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    try:
+        world = ranks.world_size()
+    except ranks.RanksError as error:
+        parser.error(str(error))
+    rank = int(os.environ["RANK"]) if world > 1 else 0
     runs = RUNS if world == 1 else RUNS_OF_TWO
     parser.add_argument("--only", nargs="+", choices=sorted(runs), metavar="RUN", default=list(runs))
     parser.add_argument("--suffix", default="", help="ends the names of the files")
@@ -223,13 +254,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if world not in (1, 2):
         parser.error(f"there are runs for one GPU and for two, not for {world}")
+    if args.suffix != Path(args.suffix).name and args.suffix:
+        parser.error(f"--suffix {args.suffix}: this ends a file's name and has no folder in it; --out names the folder")
     args.out = args.out.resolve()
-    os.chdir(Path(__file__).resolve().parents[1])  # recipes are named from the project's root
-    args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--revision", args.revision) if args.revision else ()
-    if args.rounds:
+    if args.rounds is not None:
         extra += ("--rounds", str(args.rounds))
-    extra += tuple(shlex.split(args.more))
+    try:
+        more = shlex.split(args.more)
+    except ValueError as error:
+        parser.error(f"--more {args.more}: {error}")
+    if {word.partition("=")[0] for word in more} & {"--json", "--plot", "-h", "--help"}:
+        parser.error(f"--more {args.more}: --out says where results go")
+    extra += tuple(more)
+    for name in args.only:
+        refusal = _refused([*runs[name], *extra])
+        if refusal:
+            parser.error(f"--rounds, --more: {refusal}")
+    os.chdir(Path(__file__).resolve().parents[1])  # recipes are named from the project's root
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror or error}; give a folder that can be written to")
+    if not os.access(args.out, os.W_OK | os.X_OK):
+        parser.error(f"--out {args.out}: this folder cannot be written to; give another one")
     launchers = smoke_capture.Launchers()
     done = []
     try:

@@ -9,7 +9,7 @@ Usage:
 Output: the tables on stdout; `--json` puts one object with the figures behind them there instead. `--plots FOLDER` also
 draws each file as FOLDER/NAME.svg.
 
-Exit codes: 0 done, 2 a file that is missing or no result of smoke_capture.py.
+Exit codes: 0 done, 2 a file that is missing or no whole result of smoke_capture.py, or plots that cannot be written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from cudagraphs import rules  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "helpers"), str(Path(__file__).resolve().parent)]
+import result_files  # noqa: E402
+from cudagraphs import rules, versions  # noqa: E402
+from cudagraphs.capture import report  # noqa: E402
+from cudagraphs.cli import Parser  # noqa: E402
+from result_files import ResultError  # noqa: E402
 
 SCHEMA_VERSION = 1
+MADE_BY = "python helpers/smoke_capture.py --json FILE"
 _MIB = 2**20
 # What runs are made with and without.
 _ALLOCATION = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER")
@@ -41,28 +47,30 @@ _HEAD = (
 )
 
 
-class ResultError(ValueError):
-    """A file that is no result of smoke_capture.py; the text names it."""
-
-
 def load(path: Path) -> dict:
-    """A result, with its file name under `file`. Raises ResultError."""
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ResultError(f"{path}: {error}") from error
-    if not isinstance(result, dict) or result.get("tool") != "smoke_capture":
-        raise ResultError(f"{path}: not a result of smoke_capture.py")
-    if result["schema_version"] != SCHEMA_VERSION:
-        raise ResultError(f"{path}: schema_version {result['schema_version']}, this reads {SCHEMA_VERSION}")
-    return {**result, "file": path.name}
+    """A whole result, with its file name under `file`. Raises ResultError for one that cannot be shown."""
+    result = result_files.load(path, MADE_BY)
+    if result.get("tool") != "smoke_capture":
+        raise ResultError(f"{path}: not a result of smoke_capture.py; one is written with `{MADE_BY}`")
+    with result_files.reading(path, MADE_BY):
+        result["file"] = path.name
+        if "cudnn" in result["versions"]:  # older results hold the number that torch gives
+            result["versions"]["cudnn"] = versions.dotted_cudnn(result["versions"]["cudnn"])
+        figures(result)
+        _section(result)
+        [verdict(result, out) for out in result["variants"]]
+    return result
+
+
+def shared(result: dict) -> bool:
+    """Whether ranks shared a GPU. Results that do not say how many GPUs there were are of one rank each."""
+    used = result["parallel"]
+    return 0 < used.get("gpus", 0) < used["world"]
 
 
 def times_count(result: dict) -> bool:
     """Whether the times say anything: not where ranks shared a GPU, nor after a single round."""
-    used = result["parallel"]
-    shared = 0 < used.get("gpus", 0) < used["world"]
-    return not shared and max((len(out["rounds_ms"]) for out in result["variants"]), default=0) != 1
+    return not shared(result) and max((len(out["rounds_ms"]) for out in result["variants"]), default=0) != 1
 
 
 def figures(result: dict) -> dict:
@@ -168,8 +176,8 @@ def parallel(result: dict) -> str:
     options = ("overlap_grad_reduce", "distributed_optimizer", "overlap_param_gather")
     parts = []
     if used["world"] > 1:
-        shared = 0 < used.get("gpus", 0) < used["world"]
-        parts.append(f"{used['world']} ranks that share {used['gpus']} GPU" if shared else f"{used['world']} GPUs")
+        several = f"{used['world']} ranks that share {used['gpus']} GPU" if shared(result) else f"{used['world']} GPUs"
+        parts.append(several)
     parts += [f"{short}{used[name]}" for name, short in sizes.items() if used.get(name, 1) > 1]
     parts += [name for name in options if used.get(name)]
     parts += [f"{name}={value}" for name, value in sorted(result["environment"].items()) if name in _ALLOCATION]
@@ -177,9 +185,10 @@ def parallel(result: dict) -> str:
 
 
 def command(result: dict) -> str:
-    """The command with its environment and launcher."""
-    used, text = result["parallel"], result["command"]
-    if 0 < used.get("gpus", 0) < used["world"]:
+    """The command with its environment and launcher, each option once."""
+    used, words = result["parallel"], shlex.split(result["command"])
+    text = shlex.join([*words[:2], *report.recorded(words[2:])])
+    if shared(result):
         text = text.replace("python ", f"python evals/multi_gpu/share_gpu.py --ranks {used['world']} -- ", 1)
     elif used["world"] > 1:
         text = text.replace("python ", f"torchrun --nproc-per-node {used['world']} ", 1)
@@ -235,23 +244,37 @@ def _row(out: dict, times: bool) -> tuple[str, ...]:
     )
 
 
+def _draw(results: list[dict], folder: Path) -> None:
+    from cudagraphs.capture import plot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        with result_files.reading(folder / result["file"], MADE_BY):
+            plot.draw(result, folder / f"{Path(result['file']).stem}.svg")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="smoke_summary.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="needs matplotlib")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
         results = [load(path) for path in args.files]
+        if args.plots:
+            _draw(results, args.plots)
     except ResultError as error:
         print(f"smoke_summary.py: {error}", file=sys.stderr)
         return 2
-    if args.plots:
-        from cudagraphs.capture import plot
-
-        args.plots.mkdir(parents=True, exist_ok=True)
-        for result in results:
-            plot.draw(result, args.plots / f"{Path(result['file']).stem}.svg")
+    except ImportError:
+        print("smoke_summary.py: --plots needs matplotlib (pip install matplotlib)", file=sys.stderr)
+        return 2
+    except OSError as error:
+        why = f"{error.strerror or error}; give a folder that can be written to"
+        print(f"smoke_summary.py: --plots {args.plots}: {why}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps({"schema_version": SCHEMA_VERSION, "results": [figures(result) for result in results]}))
     else:

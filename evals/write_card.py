@@ -6,16 +6,15 @@ Usage:
     python evals/write_card.py            rewrite the generated part in place
     python evals/write_card.py --check    say whether it is up to date
 
-Output: one line. Exit codes: 0 written, or up to date; 1 out of date (--check); 2 a result file cannot be read.
+Output: one line. Exit codes: 0 written, or up to date; 1 out of date (--check); 2 card.yaml or a result file cannot be
+read.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import lzma
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "helpers"), str(ROOT / "evals")]
 
+import result_files  # noqa: E402
+from cudagraphs.cli import Parser  # noqa: E402
 from cudagraphs.rules import REGISTRY  # noqa: E402
-from smoke_summary import command, parallel, verdict  # noqa: E402
+from smoke_summary import command, load, parallel, verdict  # noqa: E402
 
 CARD = ROOT / "card.yaml"
 RESULTS = ROOT / "evals" / "results"
@@ -34,13 +35,22 @@ MARKER = "# Below: written by `python evals/write_card.py` from result files and
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="write_card.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args(argv)
-    old = CARD.read_text(encoding="utf-8")
     try:
-        new = old.partition(MARKER)[0] + MARKER + generated()
-    except (OSError, ValueError, KeyError) as error:
+        old = CARD.read_text(encoding="utf-8")
+        written, marker, _ = old.partition(MARKER)
+        if not marker:
+            raise ValueError(f"the line `{MARKER.strip()}` is missing; put it where the generated part begins")
+    except (OSError, ValueError) as error:
+        print(f"write_card: {CARD}: {error}", file=sys.stderr)
+        return 2
+    try:
+        new = written + MARKER + generated()
+    except result_files.ResultError as error:
         print(f"write_card: {error}", file=sys.stderr)
         return 2
     if arguments.check:
@@ -62,17 +72,9 @@ def generated() -> str:
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
 
 
-def load(path: Path) -> dict[str, Any]:
-    opened: Callable[..., Any] = lzma.open if path.suffix == ".xz" else open
-    with opened(path, "rt", encoding="utf-8") as handle:
-        try:
-            return json.load(handle)
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from None
-
-
 def validation_date() -> str:
-    return max((str(load(path).get("date", ""))[:10] for path in ORACLE.glob("mcore-*.json.xz")), default="")
+    recorded = [result_files.load(path, "python tests/oracle/record.py") for path in ORACLE.glob("mcore-*.json.xz")]
+    return max((str(document.get("date", ""))[:10] for document in recorded), default="")
 
 
 def validated_versions() -> list[dict[str, Any]]:
@@ -96,9 +98,7 @@ def validated_versions() -> list[dict[str, Any]]:
 
 def measured_results() -> Iterator[dict[str, Any]]:
     for path in sorted((RESULTS / "gpu").glob("smoke-*.json")):
-        result = load(path)
-        if "variants" in result:
-            yield from smoke(path, result)
+        yield from smoke(path, load(path))
 
 
 def smoke(path: Path, result: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -129,3 +129,28 @@ def test_evidence_writes_a_file_and_a_table_for_each_run(tmp_path, monkeypatch, 
     ]
     assert json.loads((tmp_path / "smoke-two.json").read_text())["seed"] == 5
     assert "smoke-two: exit 0" in capsys.readouterr().out
+
+
+def test_evidence_records_each_option_once_as_it_counted(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    tiny = "--device cpu --precision fp32 --layers 1 --hidden 32 --ffn 64 --sequence 16 --vocabulary 64 --quiet"
+    words = (*tiny.split(), "--steps", "2", "--rounds", "4", "--variant", "full_iteration", "--seed", "9")
+    monkeypatch.setattr(smoke_evidence, "RUNS", {"smoke-one": words})
+    assert smoke_evidence.main(["--out", str(tmp_path), "--rounds", "2", "--more", "--rounds 1 --seed 5"]) == 0
+    result = json.loads((tmp_path / "smoke-one.json").read_text())
+    recorded = result["command"]
+    assert recorded.count("--rounds") == recorded.count("--seed") == 1
+    assert "--rounds 1 " in recorded and recorded.endswith("--seed 5") and result["seed"] == 5
+    assert all(len(out["rounds_ms"]) == 1 for out in result["variants"])
+
+
+def test_older_results_are_shown_with_each_option_once_and_one_form_of_the_cudnn_version():
+    results = [smoke_summary.load(path) for path in FILES]
+    assert any(result["command"].count("--rounds") > 1 for result in results)
+    assert any(json.loads(path.read_text())["versions"]["cudnn"] == 91900 for path in FILES)
+    for result in results:
+        words = smoke_summary.command(result).split()
+        options = [word for word in words if word.startswith("--") and word != "--variant"]
+        assert len(set(options) - {"--"}) == len([word for word in options if word != "--"])
+        assert ", cudnn 9." in smoke_summary.summary([result])
+        assert str(smoke_summary.figures(result)["versions"]["cudnn"]).startswith("9.")

@@ -4,22 +4,25 @@
 
 Usage: python evals/faults/summary.py evals/results/gpu/faults-*.json
 Output: Markdown on stdout, one section a file.
-Exit codes: 0; 2 a file that is missing or no result of the fault matrix.
+Exit codes: 0; 2 a file that is missing or no whole result of the fault matrix: then nothing is on stdout.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import result_files
+from cudagraphs.cli import Parser
 from fault_matrix import EXIT_CODES
 
+MADE_BY = "python evals/faults/fault_matrix.py --out FILE"
 NOT_JUDGED = ("not made", "not reached", "survived", "failed before the fault", "hang before the fault")
 CANNOT_BE_HELPED = ("os_exit", "sigkill")
 FORM = {None: "without", "library": "library", "launcher": "launcher"}
@@ -269,17 +272,20 @@ def _unjudged(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    paths = [Path(word) for word in (sys.argv[1:] if argv is None else argv)]
-    if not paths:
-        print("summary.py: give at least one result file of fault_matrix.py", file=sys.stderr)
-        return 2
-    for path in paths:
+    parser = Parser(
+        prog="summary.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="result files of fault_matrix.py")
+    sections = []
+    for path in parser.parse_args(argv).files:
         try:
-            text = summary(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError) as error:
-            print(f"{path}: {error}", file=sys.stderr)
+            document = result_files.load(path, MADE_BY)
+            with result_files.reading(path, MADE_BY):
+                sections.append(f"### {path.stem}\n\n{summary(document)}")
+        except result_files.ResultError as error:
+            print(f"summary.py: {error}", file=sys.stderr)
             return 2
-        print(f"### {path.stem}\n\n{text}")
+    print("\n".join(sections))
     return 0
 
 
