@@ -12,7 +12,7 @@ Usage:
 
 Output: the name of the file written.
 
-Exit codes: 0 written, or in step; 1 --check found a difference; 2 a result file that cannot be read.
+Exit codes: 0 written, or in step; 1 --check found a difference; 2 wrong usage, or a result file that cannot be read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 EVALS = Path(__file__).resolve().parent
 ROOT = EVALS.parent
+sys.path[:0] = [str(EVALS), str(ROOT / "helpers")]
+
+import result_files  # noqa: E402
+from cudagraphs.cli import Parser  # noqa: E402
+from result_files import ResultError  # noqa: E402
+
 HEAD = """\
 # Benchmark
 
@@ -35,12 +43,10 @@ names its files and the command that writes them.
 """
 
 
+# For files that no section knows.
+MADE_BY = "the command that it names"
 # Of a long list of counts, this many are shown; the file has all.
 SHOWN_COUNTS = 5
-
-
-class ResultError(ValueError):
-    """A result file that cannot be read; the text is one line naming it."""
 
 
 class Results:
@@ -49,19 +55,29 @@ class Results:
     def __init__(self, folder: Path):
         self.folder = folder
         self.missing: list[tuple[str, str]] = []
+        self._made_by: dict[Path, str] = {}
 
     def files(self, pattern: str, what: str, command: str) -> list[Path]:
         """The files that match; where there are none, `what` is noted as not run with the command that would."""
         found = sorted(self.folder.glob(pattern))
         if not found:
             self.missing.append((what, command))
+        self._made_by |= dict.fromkeys(found, command)
         return found
 
-    def load(self, path: Path) -> Any:
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ResultError(f"{path}: {error}") from None
+    def load(self, path: Path) -> dict[str, Any]:
+        """Raises ResultError."""
+        return result_files.load(path, self._made_by.get(path, MADE_BY))
+
+    def reading(self, path: Path) -> AbstractContextManager[None]:
+        """Around what takes values out of the file's document: missing and odd ones raise ResultError."""
+        return result_files.reading(path, self._made_by.get(path, MADE_BY))
+
+    def shown(self, path: Path, renderer: Callable[[Results, Path, dict[str, Any]], str]) -> str:
+        """The file's text. Raises ResultError."""
+        document = self.load(path)
+        with self.reading(path):
+            return renderer(self, path, document)
 
     def name(self, path: Path) -> str:
         return f"evals/results/{path.relative_to(self.folder).as_posix()}"
@@ -84,8 +100,9 @@ def percent(value: float) -> str:
 
 
 def agent_evals(results: Results) -> str:
-    cases = json.loads((EVALS / "evals.json").read_text(encoding="utf-8"))["evals"]
-    negatives = sum(not entry["should_trigger"] for entry in cases)
+    with result_files.reading(EVALS / "evals.json", "git checkout evals/evals.json"):
+        cases = json.loads((EVALS / "evals.json").read_text(encoding="utf-8"))["evals"]
+        negatives = sum(not entry["should_trigger"] for entry in cases)
     parts = [
         f"{len(cases)} cases, {negatives} of them negatives (tasks near the subject to which the skill does not "
         "apply). Configurations are "
@@ -95,14 +112,13 @@ def agent_evals(results: Results) -> str:
     what = "real agents with and without the skill"
     files = results.files("agents/benchmark.json", what, command)
     parts += ["### Real agents", ""] + (
-        [_real_agents(results, files[0]), *notes(results, "agents/notes.md")] if files else [not_run(what, command)]
+        [results.shown(files[0], _real_agents), *notes(results, "agents/notes.md")] if files else [not_run(what, command)]
     )
     parts += ["### Built-in agents", "", _built_in(results), "### Ablation", "", _ablation(results)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _real_agents(results: Results, path: Path) -> str:
-    document = results.load(path)
+def _real_agents(results: Results, path: Path, document: dict[str, Any]) -> str:
     summary = dict(document["run_summary"])
     delta = summary.pop("delta", None)
     rows = [
@@ -152,19 +168,12 @@ def _built_in(results: Results) -> str:
         command = f"python evals/run_evals.py --agent {agent} --summary evals/results/builtin/{agent}.json"
         for path in results.files(f"builtin/{agent}.json", f"the {agent} agent on all cases", command):
             document = results.load(path)
-            row = document["run_summary"]["with_skill"]
-            failed = [run["case"] for run in document["runs"] if not run["passed"]]
-            shown = ", ".join(failed) if 0 < len(failed) <= 8 else f"{len(failed)} cases"
-            rows.append(
-                (
-                    agent,
-                    row["cases"],
-                    percent(row["pass_rate"]["mean"]),
-                    shown,
-                    document["date"],
-                    f"`{results.name(path)}`",
-                )
-            )
+            with results.reading(path):
+                row = document["run_summary"]["with_skill"]
+                failed = [run["case"] for run in document["runs"] if not run["passed"]]
+                shown = ", ".join(failed) if 0 < len(failed) <= 8 else f"{len(failed)} cases"
+                passed, date = percent(row["pass_rate"]["mean"]), document["date"]
+                rows.append((agent, row["cases"], passed, shown, date, f"`{results.name(path)}`"))
     if not rows:
         return not_run(
             "the reference and null agents",
@@ -181,9 +190,10 @@ def _built_in(results: Results) -> str:
 def _ablation(results: Results) -> str:
     command = "python evals/ablation.py --write evals/results/builtin/ablation.json"
     files = results.files("builtin/ablation.json", "ablation", command)
-    if not files:
-        return not_run("ablation", command)
-    document = results.load(files[0])
+    return results.shown(files[0], _taken_away) if files else not_run("ablation", command)
+
+
+def _taken_away(results: Results, path: Path, document: dict[str, Any]) -> str:
     rows = [(part, len(failed), ", ".join(failed) or "none") for part, failed in document["parts"].items()]
     text = (
         f"Cases (of {document['cases']} that are no negatives) that the reference fails once a part of the skill is "
@@ -193,7 +203,7 @@ def _ablation(results: Results) -> str:
     return (
         text
         + table(("taken away", "cases", "which"), rows)
-        + f"\n\nFrom `{results.name(files[0])}`, {document['date']}: `{document['command']}`"
+        + f"\n\nFrom `{results.name(path)}`, {document['date']}: `{document['command']}`"
     )
 
 
@@ -203,7 +213,7 @@ def _ablation(results: Results) -> str:
 def differential(results: Results) -> str:
     command = "python evals/oracle_agreement.py --write evals/results/oracle/agreement.json"
     files = results.files("oracle/*.json", "differential agreement with upstream", command)
-    return "\n\n".join(plain(results, path) for path in files) or not_run(
+    return "\n\n".join(results.shown(path, plain) for path in files) or not_run(
         "differential agreement with upstream", command
     )
 
@@ -211,12 +221,11 @@ def differential(results: Results) -> str:
 def corpus(results: Results) -> str:
     command = "python tests/recipe_corpus.py --write evals/results/corpus/bridge-0.6.2.json"
     files = results.files("corpus/*.json", "recipe corpus", command)
-    return "\n\n".join(plain(results, path) for path in files) or not_run("the recipe corpus", command)
+    return "\n\n".join(results.shown(path, plain) for path in files) or not_run("the recipe corpus", command)
 
 
-def plain(results: Results, path: Path) -> str:
+def plain(results: Results, path: Path, document: dict[str, Any]) -> str:
     """A result file as tables: single values first, then every mapping; lists of records as rows."""
-    document = results.load(path)
     parts, single = [], []
     for key, value in document.items():
         label = key.replace("_", " ")
@@ -286,43 +295,53 @@ def cell(value: Any) -> str:
 
 def source(results: Results, path: Path, document: dict) -> str:
     date = f", {document['date'][:10]}" if document.get("date") else ""
-    command = f": `{document['command']}`" if document.get("command") else ""
+    command = f": `{command_of(results, path, document)}`" if document.get("command") else ""
     return f"From `{results.name(path)}`{date}{command}"
 
 
+def command_of(results: Results, path: Path, document: dict) -> str:
+    """The recorded command, writing the file that it is shown for: files are moved to where they lie after a run."""
+    words = shlex.split(document["command"])
+    for at, word in enumerate(words[:-1]):
+        if word in ("--out", "--output", "--tests-out", "--write", "--summary"):
+            words[at + 1] = results.name(path)
+    return shlex.join(words)
+
+
 def performance(results: Results) -> str:
-    parts = []
     command = "python evals/performance/bench_helpers.py --out evals/results/performance/helpers.json"
-    files = [path for path in results.files("performance/*.json", "performance of the helpers", command)]
-    for path in files:
-        document = results.load(path)
-        machine = ", ".join(
-            f"{name} {value}" for name, value in document.get("machine", {}).items() if not isinstance(value, dict)
-        )
-        versions = ", ".join(f"{name} {value}" for name, value in document.get("versions", {}).items() if value)
-        parts.append(f"### {path.stem}\n\nMachine: {machine}. Versions: {versions}.")
-        if "cases" in document:
-            parts.append(_call_costs(document))
-        else:
-            kept = {key: value for key, value in document.items() if key in ("configuration", "ratios")}
-            rows = [
-                (f"{key}: {name.replace('_', ' ')}", cell(value))
-                for key, values in kept.items()
-                for name, value in values.items()
-                if name != "seed"
-            ]
-            shown = document.get("summary", {})
-            if shown:
-                columns = list(dict.fromkeys(column for row in shown.values() for column in row))
-                parts.append(
-                    table(
-                        ("whole process", *(column.replace("_", " ") for column in columns)),
-                        [(name, *(cell(row.get(column)) for column in columns)) for name, row in shown.items()],
-                    )
+    files = results.files("performance/*.json", "performance of the helpers", command)
+    shown = [results.shown(path, _costs_of_helpers) for path in files]
+    return "\n\n".join(shown) or not_run("performance of the helpers", command)
+
+
+def _costs_of_helpers(results: Results, path: Path, document: dict[str, Any]) -> str:
+    machine = ", ".join(
+        f"{name} {value}" for name, value in document.get("machine", {}).items() if not isinstance(value, dict)
+    )
+    versions = ", ".join(f"{name} {value}" for name, value in document.get("versions", {}).items() if value)
+    parts = [f"### {path.stem}\n\nMachine: {machine}. Versions: {versions}."]
+    if "cases" in document:
+        parts.append(_call_costs(document))
+    else:
+        kept = {key: value for key, value in document.items() if key in ("configuration", "ratios")}
+        rows = [
+            (f"{key}: {name.replace('_', ' ')}", cell(value))
+            for key, values in kept.items()
+            for name, value in values.items()
+            if name != "seed"
+        ]
+        shown = document.get("summary", {})
+        if shown:
+            columns = list(dict.fromkeys(column for row in shown.values() for column in row))
+            parts.append(
+                table(
+                    ("whole process", *(column.replace("_", " ") for column in columns)),
+                    [(name, *(cell(row.get(column)) for column in columns)) for name, row in shown.items()],
                 )
-            parts.append(table(("", ""), rows))
-        parts.append(source(results, path, document))
-    return "\n\n".join(parts) or not_run("performance of the helpers", command)
+            )
+        parts.append(table(("", ""), rows))
+    return "\n\n".join([*parts, source(results, path, document)])
 
 
 def _call_costs(document: dict) -> str:
@@ -371,57 +390,98 @@ def notes(results: Results, name: str) -> list[str]:
 
 
 def gpu_evidence(results: Results) -> str:
-    parts = []
+    parts = [
+        "### Smoke captures",
+        *_smoke_captures(results),
+        "### Partial graph manager",
+        *_partial_manager(results),
+        "### Partial graphs under data and pipeline parallelism",
+        *_parallel(results),
+        "### Fault matrix: how processes with graphs end",
+        *_fault_matrix(results),
+    ]
+    known = {"smoke", "partial", "parallel", "faults"}
+    for path in sorted(results.folder.glob("gpu/*.json")):
+        if path.stem.partition("-")[0] not in known:
+            parts += [f"### {path.stem}", results.shown(path, plain)]
+    return "\n\n".join(parts)
+
+
+def _smoke_captures(results: Results) -> list[str]:
     command = "python helpers/smoke_capture.py --sweep --json evals/results/gpu/smoke-NAME.json"
     files = results.files("gpu/smoke-*.json", "smoke captures", command)
-    if files:
-        module = _module(EVALS / "smoke_summary.py")
-        parts += [
-            "### Smoke captures",
-            module.summary([module.load(path) for path in files]).strip().replace("\n### ", "\n#### "),
-        ]
-        parts[-1] = parts[-1].replace("### ", "#### ", 1) if parts[-1].startswith("### ") else parts[-1]
-    else:
-        parts += ["### Smoke captures", not_run("smoke captures", command)]
+    module = _module(EVALS / "smoke_summary.py")
+    found = [module.load(path) for path in files]
+    if not any(one["parallel"]["world"] > 1 and not module.shared(one) for one in found):
+        results.missing.append((
+            "smoke captures on two GPUs, one a rank",
+            "torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu",
+        ))  # fmt: skip
+    if not found:
+        return [not_run("smoke captures", command)]
+    return [("\n" + module.summary(found).strip()).replace("\n### ", "\n#### ").strip()]
+
+
+def _partial_manager(results: Results) -> list[str]:
     command = "python evals/performance/bench_partial_graphs.py --out evals/results/gpu/partial-NAME.json"
     files = results.files("gpu/partial-*.json", "cost and memory of the partial graph manager", command)
-    parts.append("### Partial graph manager")
-    parts += notes(results, "gpu/partial-notes.md")
+    parts = notes(results, "gpu/partial-notes.md")
     kinds: dict[bool, list[tuple[Path, dict]]] = {}
     for path in files:
         document = results.load(path)
         kinds.setdefault("cases" in document, []).append((path, document))
     for costs, found in kinds.items():
-        *older, (path, document) = sorted(found, key=lambda item: (item[1].get("date", ""), item[0].name))
-        parts += [f"{_call_costs(document)}\n\n{source(results, path, document)}" if costs else plain(results, path)]
+        *older, (path, document) = sorted(found, key=lambda item: (str(item[1].get("date", "")), item[0].name))
+        with results.reading(path):
+            shown = f"{_call_costs(document)}\n\n{source(results, path, document)}" if costs else None
+            parts.append(shown or plain(results, path, document))
         if older:
-            listed = ", ".join(f"`{results.name(file)}` ({run.get('date', '')[:10]})" for file, run in older)
+            listed = ", ".join(f"`{results.name(file)}` ({str(run.get('date', ''))[:10]})" for file, run in older)
             parts.append(f"Older runs, kept for comparison: {listed}.")
-    if not files:
-        parts.append(not_run("cost and memory of the partial graph manager", command))
+    return parts if files else [*parts, not_run("cost and memory of the partial graph manager", command)]
+
+
+def _parallel(results: Results) -> list[str]:
+    two_gpus = "python3 evals/multi_gpu/partial_parallel.py --output evals/results/gpu/parallel-2gpu.json"
+    module = _module(EVALS / "multi_gpu" / "parallel_summary.py")
+    parts, alone = [], False
+    for path in sorted(results.folder.glob("gpu/parallel-*.json")):
+        document = result_files.load(path, two_gpus)
+        with result_files.reading(path, two_gpus):
+            alone = alone or module.on_gpus_of_their_own(document)
+            parts += [module.summary(document), source(results, path, document)]
+    if not alone:
+        results.missing.append(("partial graphs under data and pipeline parallelism on two GPUs, one a rank", two_gpus))
+    return parts or [not_run("partial graphs under data and pipeline parallelism", two_gpus)]
+
+
+def _fault_matrix(results: Results) -> list[str]:
     command = "python evals/faults/fault_matrix.py --device cuda --out evals/results/gpu/faults-NAME.json"
     files = results.files("gpu/faults-*.json", "fault matrix", command)
-    parts.append("### Fault matrix: how processes with graphs end")
-    parts += notes(results, "gpu/faults-notes.md")
+    parts, alone = notes(results, "gpu/faults-notes.md"), False
+    module = _module(EVALS / "faults" / "summary.py")
     for path in files:
         document = results.load(path)
-        parts += [_module(EVALS / "faults" / "summary.py").summary(document).strip(), source(results, path, document)]
-        if document.get("rows_not_run"):
-            results.missing.append(
-                (f"{len(document['rows_not_run'])} rows of the fault matrix ({path.name})", document["command"])
+        with results.reading(path):
+            parts += [module.summary(document).strip(), source(results, path, document)]
+            configuration = document["configuration"]
+            alone = alone or (
+                configuration["ranks"] > 1 and document["machine"].get("gpu") and not configuration.get("share_gpu")
             )
-    if not files:
-        parts.append(not_run("the fault matrix", command))
-    known = {"smoke", "partial", "faults"}
-    for path in sorted(results.folder.glob("gpu/*.json")):
-        if path.stem.partition("-")[0] not in known:
-            parts += [f"### {path.stem}", plain(results, path)]
-    results.files(
-        "gpu/smoke-2gpu-*.json",
-        "smoke captures on two GPUs",
-        "torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu",
-    )
-    return "\n\n".join(parts)
+            if document["rows_not_run"]:
+                again = command_of(results, path, document)
+                if configuration.get("share_gpu") and "--share-gpu" not in again:  # older files do not record it
+                    again += " --share-gpu"
+                again += " --out evals/results/gpu/faults-NAME.json"
+                results.missing.append(
+                    (f"{len(document['rows_not_run'])} rows of the fault matrix ({path.name})", again)
+                )
+    if not alone:
+        results.missing.append((
+            "the fault matrix on two GPUs, one a rank",
+            "python evals/faults/fault_matrix.py --ranks 2 --out evals/results/gpu/faults-2gpu.json",
+        ))  # fmt: skip
+    return parts if files else [*parts, not_run("the fault matrix", command)]
 
 
 def _module(path: Path) -> Any:
@@ -455,21 +515,31 @@ def report(folder: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="benchmark_report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=EVALS / "results", metavar="DIR")
     parser.add_argument("--output", type=Path, default=ROOT / "BENCHMARK.md", metavar="FILE")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args(argv)
+    if arguments.results.exists() and not arguments.results.is_dir():
+        parser.error(f"--results {arguments.results}: this is no folder")
+    if arguments.output.is_dir() or not arguments.output.parent.is_dir():
+        parser.error(f"--output {arguments.output}: give a file in a folder that exists")
     try:
         text = report(arguments.results)
-    except (ResultError, KeyError) as error:
+    except ResultError as error:
         print(f"benchmark_report: {error}", file=sys.stderr)
         return 2
     if arguments.check:
         same = arguments.output.is_file() and arguments.output.read_text(encoding="utf-8") == text
         print("in step" if same else f"{arguments.output.name}: not what `python evals/benchmark_report.py` writes")
         return 0 if same else 1
-    arguments.output.write_text(text, encoding="utf-8")
+    try:
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"benchmark_report: --output {arguments.output}: {error.strerror or error}", file=sys.stderr)
+        return 2
     print(arguments.output.name)
     return 0
 

@@ -286,11 +286,18 @@ def test_summary_counts_hangs_and_differences(cpu_result):
     assert "| sys exit | 1 / 1 | 0 / 1 |" in text
 
 
+def test_the_command_says_that_ranks_share_a_gpu():
+    words = ["--out", "x.json", "--ranks", "2", "--graphs", "local"]
+    assert "--share-gpu" not in fault_matrix._command(fault_matrix._options(words))
+    assert fault_matrix._command(fault_matrix._options([*words, "--share-gpu"])).endswith(" --share-gpu")
+
+
 def test_summary_refuses_another_file(tmp_path, capsys):
     other = tmp_path / "other.json"
     other.write_text('{"kind": "timing"}')
     assert summary_main([str(other)]) == 2 and "not a result of fault_matrix.py" in capsys.readouterr().err
-    assert summary_main([]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        summary_main([])
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)

@@ -636,6 +636,7 @@ def _command(options: argparse.Namespace) -> str:
         "--helper",
         *options.helper,
         *(["--ends", *options.ends] if options.ends else []),
+        *(["--share-gpu"] if options.share_gpu else []),
     ]
     return " ".join(words)
 

@@ -190,14 +190,27 @@ def line_of(name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line, with the output's file name only."""
-    return shlex.join(["python3", "evals/multi_gpu/partial_parallel.py",
-                       *(Path(word).name if before == "--output" else word for before, word in zip(("", *argv), argv))])
+    """The command line. The output is named from the project's folder where it lies in there, else by its file name."""
+    words = []
+    for before, word in zip(("", *argv), argv):
+        option, joined, value = word.partition("=")
+        if before == "--output":
+            word = output_name(Path(word))
+        elif option == "--output" and joined:
+            word = f"--output={output_name(Path(value))}"
+        words.append(word)
+    return shlex.join(["python3", "evals/multi_gpu/partial_parallel.py", *words])
+
+
+def output_name(path: Path) -> str:
+    whole = path.resolve()
+    return whole.relative_to(ROOT).as_posix() if whole.is_relative_to(ROOT) else path.name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)  # the result records the names in full
     parser.add_argument("--output", type=Path, required=True, help="the JSON result")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME",
                         help=f"of {', '.join(VARIANTS)}; all unless given")

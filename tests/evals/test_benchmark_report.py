@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BENCHMARK.md is what the result files say, tells what was not run, and is in step with them."""
 
+import copy
 import json
 
 import benchmark_report
@@ -114,6 +115,96 @@ def test_ablation(tmp_path):
                                             "parts": {"rule CG106": ["fp8"], "rule CG003": []}})  # fmt: skip
     text = benchmark_report.report(tmp_path)
     assert "| rule CG106 | 1 | fp8 |" in text and "| rule CG003 | 0 | none |" in text
+
+
+PARALLEL = json.loads((benchmark_report.EVALS / "results" / "gpu" / "parallel-shared-gpu.json").read_text())
+
+
+def section(text, title):
+    return text.partition(f"### {title}")[2].partition("\n###")[0]
+
+
+def of_parallel(tmp_path, change=lambda document: None):
+    """What the report says of a result of partial_parallel.py that `change` has changed."""
+    document = copy.deepcopy(PARALLEL)
+    change(document)
+    put(tmp_path, "gpu/parallel-x.json", document)
+    return section(benchmark_report.report(tmp_path), "Partial graphs under data and pipeline parallelism")
+
+
+def test_ranks_that_share_a_gpu_are_shown_without_times(tmp_path):
+    text = of_parallel(tmp_path)
+    assert "2 ranks that share one GPU" in text and "times say nothing" in text and "7 of 7 modes" in text
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == list(PARALLEL["variants"])
+    assert "| `ddp` | gradient_as_bucket_view False | bitwise, 260 tensors | 64 | 0 | 32 | yes |" in rows
+    assert "rank 0: bitwise, 120 tensors; rank 1: bitwise, 140 tensors | 32 | 0 | 16 | yes |" in rows[-1]
+    assert " ms" not in text
+    for variant in PARALLEL["variants"].values():
+        for row in variant["ranks"]:
+            assert not any(f"{time:.2f}" in text for time in row["median_step_milliseconds"].values())
+    assert "--output evals/results/gpu/parallel-x.json" in text, "the command writes the file that it is shown for"
+
+
+def test_ranks_with_a_gpu_each_are_shown_with_times(tmp_path):
+    text = of_parallel(tmp_path, lambda document: document["machine"].update(gpus=2))
+    assert "each with a GPU of its own" in text and "say nothing" not in text
+    assert "| rank 0: 52.28; rank 1: 52.04 | rank 0: 37.73; rank 1: 37.77 |" in text
+
+
+def test_a_mode_that_goes_wrong_is_shown_by_rank(tmp_path):
+    def change(document):
+        document["variants"]["ddp"]["good"] = document["variants"]["fsdp2-keep"]["good"] = False
+        document["variants"]["ddp"]["ranks"][1] = {"rank": 1, "error": "ValueError: a | b\nmore", "stage": "step 2"}
+        document["variants"]["fsdp2-keep"]["ranks"][0] |= {"bitwise_equal": False, "unequal_tensors": 3}
+        document["variants"]["ddp-merged"]["ranks"][0]["counters"] |= {"fallback": 2, "reasons": {"in flight": 2}}
+
+    text = of_parallel(tmp_path, change)
+    assert "rank 0: bitwise, 260 tensors; rank 1: **failed**: ValueError: a / b | rank 0: 64; rank 1: - |" in text
+    assert "rank 0: **differs** in 3 of 260 tensors; rank 1: bitwise, 260 tensors" in text
+    assert "| rank 0: 2 (in flight 2); rank 1: 0 |" in text and text.count("| **no** |") == 2 and "5 of 7 modes" in text
+
+
+TWO_GPUS = {
+    "smoke": "torchrun --nproc-per-node 2 evals/smoke_evidence.py --out evals/results/gpu",
+    "parallel": "python3 evals/multi_gpu/partial_parallel.py --output evals/results/gpu/parallel-2gpu.json",
+    "faults": "python evals/faults/fault_matrix.py --ranks 2 --out evals/results/gpu/faults-2gpu.json",
+}
+
+
+def test_runs_on_two_gpus_are_missing_until_ranks_have_one_each(tmp_path):
+    """Files whose ranks shared a GPU do not count; the same files do once they say that there were two."""
+    gpu = benchmark_report.EVALS / "results" / "gpu"
+
+    def missing():
+        return benchmark_report.report(tmp_path).partition("## What was not run")[2]
+
+    assert all(command in missing() for command in TWO_GPUS.values())
+    sharing = {
+        "smoke": ("smoke-2gpu-pp2-shared.json", lambda document: document["parallel"].update(gpus=2)),
+        "parallel": ("parallel-shared-gpu.json", lambda document: document["machine"].update(gpus=2)),
+        "faults": ("faults-shared.json", lambda document: document["configuration"].update(share_gpu=False)),
+    }
+    for kind, (name, alone) in sharing.items():
+        document = json.loads((gpu / name).read_text())
+        put(tmp_path, f"gpu/{name}", document)
+        assert TWO_GPUS[kind] in missing()
+        alone(document)
+        put(tmp_path, f"gpu/{name}", document)
+        assert TWO_GPUS[kind] not in missing()
+    assert not any(command in missing() for command in TWO_GPUS.values())
+    one_rank = json.loads((gpu / "faults-h200.json").read_text())
+    (tmp_path / "gpu" / "faults-shared.json").unlink()
+    put(tmp_path, "gpu/faults-h200.json", one_rank)
+    assert TWO_GPUS["faults"] in missing()
+
+
+def test_rows_of_ranks_that_share_a_gpu_are_to_be_run_as_such(tmp_path):
+    name = "faults-shared.json"
+    put(tmp_path, f"gpu/{name}", json.loads((benchmark_report.EVALS / "results" / "gpu" / name).read_text()))
+    missing = benchmark_report.report(tmp_path).partition("## What was not run")[2]
+    row = next(line for line in missing.splitlines() if "faults-shared.json" in line)
+    assert "--share-gpu --out evals/results/gpu/faults-NAME.json`" in row
 
 
 def test_a_broken_file_is_named(tmp_path, capsys):

@@ -193,6 +193,25 @@ def test_bad_usage_is_refused_with_two(arguments, message, tmp_path, monkeypatch
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", [["--output", "{}"], ["--output={}"]], ids=len)
+def test_the_command_names_the_file_that_it_wrote(form, tmp_path, monkeypatch):
+    root = SCRIPT.parents[2]
+    monkeypatch.chdir(root)
+    for given, named in (
+        (root / "evals" / "results" / "x.json", "evals/results/x.json"),
+        ("evals/results/gpu/../x.json", "evals/results/x.json"),
+        (tmp_path / "x.json", "x.json"),
+    ):
+        shown = partial_parallel.command(["--share-gpu", *(word.format(given) for word in form), "--revision", "r"])
+        wanted = " ".join(form).format(named)
+        assert shown == f"python3 evals/multi_gpu/partial_parallel.py --share-gpu {wanted} --revision r"
+
+
+def test_an_option_is_not_abbreviated_so_that_the_command_names_no_path(tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        partial_parallel.main(["--out", str(tmp_path / "x.json"), "--device", "cpu"])
+
+
 def test_ranks_that_a_launcher_made_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stopped:
