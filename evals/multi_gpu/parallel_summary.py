@@ -28,8 +28,10 @@ def on_gpus_of_their_own(document: dict[str, Any]) -> bool:
 
 
 def summary(document: dict[str, Any]) -> str:
-    """What ran, and a table. Values that differ between ranks stand in the order of ranks. Raises KeyError and TypeError
-    for another document."""
+    """What ran, and a table. Values that differ between ranks stand in their order.
+
+    Raises KeyError and TypeError for another document.
+    """
     machine, used = document["machine"], document["configuration"]
     times = on_gpus_of_their_own(document)
     if times:
@@ -45,10 +47,10 @@ def summary(document: dict[str, Any]) -> str:
     good = sum(variant["good"] for variant in document["variants"].values())
     text = (
         f"{where} {used['steps']} steps of {used['microbatches']} microbatches, {used['blocks']} blocks of width "
-        f"{used['hidden']}, {used['dtype']}; losses, gradients and parameters are compared after every step. As required "
-        "are bitwise equality on every rank, replays by real graph launches, and under DDP gradients that are the mean "
-        f"over the ranks: {good} of {len(document['variants'])} modes. A cell that names no rank holds for all of them. "
-        f"Versions: {versions}."
+        f"{used['hidden']}, {used['dtype']}; losses, gradients and parameters are compared after every step. "
+        "Required are bitwise equality on every rank, replays by real graph launches, and under DDP gradients that are "
+        f"the mean over the ranks: {good} of {len(document['variants'])} modes hold. A cell that names no rank is that of "
+        f"every rank. Versions: {versions}."
     )
     head = (*_HEAD, *(_TIMES if times else ()))
     rows = [_row(name, variant, times) for name, variant in document["variants"].items()]

@@ -134,7 +134,7 @@ def of_parallel(tmp_path, change=lambda document: None):
 
 def test_ranks_that_share_a_gpu_are_shown_without_times(tmp_path):
     text = of_parallel(tmp_path)
-    assert "2 ranks that share one GPU" in text and "times say nothing" in text and "7 of 7 modes" in text
+    assert "2 ranks that share one GPU" in text and "times say nothing" in text and "7 of 7 modes hold" in text
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == list(PARALLEL["variants"])
     assert "| `ddp` | gradient_as_bucket_view False | bitwise, 260 tensors | 64 | 0 | 32 | yes |" in rows
