@@ -49,8 +49,8 @@ def summary(document: dict[str, Any]) -> str:
         f"{where} {used['steps']} steps of {used['microbatches']} microbatches, {used['blocks']} blocks of width "
         f"{used['hidden']}, {used['dtype']}; losses, gradients and parameters are compared after every step. "
         "Required are bitwise equality on every rank, replays by real graph launches, and under DDP gradients that are "
-        f"the mean over the ranks: {good} of {len(document['variants'])} modes hold. A cell that names no rank is that of "
-        f"every rank. Versions: {versions}."
+        f"the mean over the ranks: {good} of {len(document['variants'])} modes hold. A cell that names no rank is "
+        f"that of every rank. Versions: {versions}."
     )
     head = (*_HEAD, *(_TIMES if times else ()))
     rows = [_row(name, variant, times) for name, variant in document["variants"].items()]
