@@ -49,6 +49,14 @@ def test_an_assert_while_building_is_a_refusal_with_our_rule():
     assert failure.kind == "refused" and failure.rules == ("CG001",) and "validate_constraints" in failure.mend
 
 
+def test_an_assert_without_words_is_known_by_its_source_line():
+    trace = "Traceback ...\n  File \"m.py\", line 3, in f\n    assert count == 0\n           ^^^^\nAssertionError\n"
+    asked = []
+    failure = explained("", "AssertionError", "capture", trace, rules=lambda text: asked.append(text) or ["CG730"])
+    assert failure.message == "assert count == 0" and failure.rules == ("CG730",) and set(asked) == {"assert count == 0"}
+    assert explained("", "AssertionError", "capture", "no source").message == "AssertionError"
+
+
 def test_an_unknown_error_keeps_its_own_words():
     failure = explained("something new\nsecond line", "ValueError", "warmup", "Traceback ...")
     assert failure.kind == "error" and failure.message == "something new" and failure.detail == "Traceback ..."

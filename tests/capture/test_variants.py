@@ -96,6 +96,7 @@ def test_an_assert_of_upstream_finds_its_rule():
     codes = variants.rules_for("AssertionError: moe cuda graph is only supported with drop-padding MoE.")
     assert codes == tuple(judged("moe-dropless", "transformer_engine:moe")["codes"])
     assert variants.rules_for("something that upstream never says") == ()
+    assert variants.rules_for("assert fwd_buffer_reuse_ref_count == 0") == ("CG730",)
 
 
 @pytest.mark.parametrize("text", ["local:attn+moe_router+moe_preprocess", "local", "transformer_engine", "full_iteration"])

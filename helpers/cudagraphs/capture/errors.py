@@ -169,6 +169,8 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
     detail = report.get("traceback", "")
     text = f"{message}\n{detail}"
     memory = report.get("memory")
+    if kind == "AssertionError" and message.strip() in ("", kind):
+        message = _assert_line(detail) or message
     short = message.strip().splitlines()[0] if message.strip() else kind
     if report.get("last"):
         short = f"{short} (at {report['last']})"
@@ -212,6 +214,12 @@ def explain(report: dict, rules=lambda message: ()) -> Failure:
     return Failure(
         "error", phase, short, f"{kind} in phase {phase}", "read the traceback", detail=detail, memory=memory
     )
+
+
+def _assert_line(traceback: str) -> str | None:
+    """The source line of an assert without a text of its own, which is how upstream's rules know it."""
+    lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("assert ")]
+    return lines[-1] if lines else None
 
 
 def died(phase: str, status: int | None, tail: str) -> Failure:
