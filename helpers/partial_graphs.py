@@ -11,6 +11,9 @@ Usage, in a training script (needs torch 2.4 or newer; `helpers/` on the import 
         for batch in batches:
             train_step(...)         # selected modules replay graphs where the guards hold
 
+With a torch that shows its graphs (`CUDAGraph.raw_cuda_graph_exec`) and CUDA bindings of its major version, arguments and
+gradients are copied by nodes of the graphs; otherwise by operations beside them, which costs the host more.
+
 Output: nothing; `stats()`, `fallback_reasons()` and `log_stats()` tell what was captured, replayed and run eagerly.
 Exit codes: this is a library; as a script it prints this text, imports nothing, and exits with 0.
 

@@ -545,7 +545,7 @@ def smoke(args: argparse.Namespace, argv: Sequence[str], launchers: Launchers) -
         "environment": _graph_environment(),
         "variants": results,
         "skipped": skipped,
-        "recommendation": report.recommend(results),
+        "recommendation": report.recommend(results, here.world, gpus),
         "seconds": {"total": time.monotonic() - begin, "phases": session.seconds},
         "processes_at_once": effort.jobs,
     }

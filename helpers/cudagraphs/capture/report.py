@@ -243,11 +243,14 @@ def _ratio(speedup: dict) -> str:
     return f"{speedup['value']:.2f}x [{speedup['low']:.2f}, {speedup['high']:.2f}]"
 
 
-def recommend(results: list[dict]) -> dict:
+def recommend(results: list[dict], world: int = 1, gpus: int = 1) -> dict:
     """`{"variant", "why"}`: the fastest variant that works; eager where none is faster beyond doubt.
 
-    Among variants that are as fast as the fastest within the noise, the one that costs least memory.
+    Among variants that are as fast as the fastest within the noise, the one that costs least memory. None at all where
+    `world` ranks share fewer `gpus`: their times say nothing.
     """
+    if _shared(world, gpus):
+        return {"variant": None, "why": "ranks share a GPU, so the run proves parity and ends, not speed"}
     eager = next(out for out in results if out["name"] == EAGER.name)
     if eager["failure"] or eager["timing"] is None:
         return {"variant": None, "why": f"eager itself did not run: {problem(eager)}"}
@@ -265,6 +268,11 @@ def recommend(results: list[dict]) -> dict:
     if chosen is not best:
         why += f"; {best['name']} is as fast within the noise and needs more memory"
     return {"variant": chosen["name"], "why": why}
+
+
+def _shared(world: int, gpus: int) -> bool:
+    """Whether several ranks share a GPU; without one (a dry run) none does."""
+    return 0 < gpus < world
 
 
 def exit_code(results: list[dict]) -> int:
@@ -288,7 +296,7 @@ def table(result: dict) -> str:
         f"{result['stack']}, {result['model']}, {result['precision']}, " + _shape(result["shape"]),
     ]
     ranks = result["parallel"]
-    if 0 < ranks["gpus"] < ranks["world"]:
+    if _shared(ranks["world"], ranks["gpus"]):
         lines.append(f"{ranks['world']} ranks share {ranks['gpus']} GPU and wait for each other's turns: times say nothing")
     lines += [f"scaled down: {change}" for change in result["changes"]]
     lines.append("")
