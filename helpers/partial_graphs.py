@@ -133,16 +133,18 @@ class PartialCudaGraphManager:
             sees those parameters: `torch.autograd.grad` with respect to them fails. Entries keep the usual way where a
             parameter has hooks or is used by two entries, where several calls are in flight, and under a process group
             with more than one member.
+        share_pool: one memory pool for all entries, in capture order, and not one for each. That needs less memory,
+            but a call is eager while results of any entry captured after it are kept, such as the last one's output.
         backend: how to capture; torch's CUDA graphs unless given.
     """
 
     def __init__(self, entries: Sequence[PartialGraphEntry], *, strict: bool = False, max_slots: int = 8,
-                 merge: bool = False, accumulate_in_graph: bool = False, backend: Any = None):
+                 merge: bool = False, accumulate_in_graph: bool = False, share_pool: bool = False, backend: Any = None):
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1, got {max_slots}")
         self.entries = list(entries)
         self.strict, self.max_slots = strict, max_slots
-        self.merge, self.accumulate_in_graph = merge, accumulate_in_graph
+        self.merge, self.accumulate_in_graph, self.share_pool = merge, accumulate_in_graph, share_pool
         self._backend = backend
         self._home: Any = None
         self._captured = False
@@ -254,7 +256,7 @@ class PartialCudaGraphManager:
             planned = capture_through(self.entries, self._backend, self.max_slots)
         else:
             planned = capture_all(self.entries, self._backend, self.max_slots, self.merge,
-                                  self.accumulate_in_graph and not _gradients_are_reduced())
+                                  self.accumulate_in_graph and not _gradients_are_reduced(), self.share_pool)
         try:
             finish_all(planned, self._home)
             for entry in self.entries:

@@ -12,14 +12,16 @@ import ctypes
 
 import pytest
 import torch
-
 from cudagraphs.partial.recording import base_view
+from partial_graphs import PartialCudaGraphManager
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["copy nodes", "copies"])
-def both_ways_to_copy(request, monkeypatch):
-    """Imported by a test module: each of its tests runs with copy nodes in the graphs, and without."""
-    monkeypatch.setattr(FakeBackend, "copy_nodes", request.param)
+@pytest.fixture(autouse=True, params=["copy nodes", "copies", "shared pool"])
+def every_way(request, monkeypatch):
+    """Imported by a test module: each of its tests runs with copy nodes in the graphs, without, and with one pool."""
+    monkeypatch.setattr(FakeBackend, "copy_nodes", request.param != "copies")
+    monkeypatch.setitem(PartialCudaGraphManager.__init__.__kwdefaults__, "share_pool", request.param == "shared pool")
+    return request.param
 
 
 def _keep(tensor):
@@ -36,7 +38,7 @@ class FakeNode:
 
     def __init__(self, inner, into):
         self._inner, self._into = inner.detach(), into
-        self.address = None
+        self.address, self.usable = None, True
 
     def aim(self, address):
         self.address = address
@@ -51,13 +53,17 @@ class FakeNode:
 
 
 class FakeGraph:
-    def __init__(self, backend, run, source, feeds, drains):
+    def __init__(self, backend, run, pool, source, feeds, drains):
         self._backend, self._run, self._source = backend, run, source
+        self._pool, self._number = pool, len(backend.graphs)
+        self.alive = True  # until a replay of an earlier graph in the pool writes over its results
         self.outputs = run(*(() if source is None else (source.latest,)))
         self.feeds = [FakeNode(feed, True) for feed in feeds]
         self.drains = [FakeNode(self.outputs[place], False) for place in drains]
         for place, size in drains.items():
             assert self.outputs[place].nbytes == size
+        inner = [tensor.data_ptr() for tensor in (*feeds, *(self.outputs[place] for place in drains))]
+        assert len(set(inner)) == len(inner), "copy nodes are found again by the memory of the graph"
         self.latest = self.outputs
         self.replays = 0
         self.resets = 0
@@ -67,6 +73,12 @@ class FakeGraph:
             raise AssertionError("replay of a graph that was freed")
         self.replays += 1
         self._backend.replays += 1
+        if self._source is not None and not self._source.alive:
+            raise AssertionError("the activations that this backward reads were overwritten")
+        self.alive = True
+        for later in self._backend.graphs[self._number + 1:]:
+            if later._pool == self._pool and not later.resets:
+                later.overwrite()
         for node in self.feeds:
             node.run()
         with torch.autograd.graph.saved_tensors_hooks(_keep, _keep) if _hooks_active() else contextlib.nullcontext():
@@ -76,6 +88,13 @@ class FakeGraph:
                 base_view(static.data).copy_(base_view(value.detach()))
         for node in self.drains:
             node.run()
+
+    def overwrite(self):
+        """As if all of it lay where an earlier graph keeps temporaries."""
+        self.alive = False
+        for static in self.outputs:
+            if static is not None:
+                base_view(static.data).fill_(float("nan") if static.is_floating_point() or static.is_complex() else 0)
 
     def reset(self):
         if self._backend.fail_resets > 0:
@@ -115,7 +134,7 @@ class FakeBackend:
         assert self.copy_nodes or not (feeds or drains)
         if self.fail_at == len(self.graphs):
             raise RuntimeError("operation not permitted when stream is capturing")
-        self.graphs.append(FakeGraph(self, run, source, feeds, drains or {}))
+        self.graphs.append(FakeGraph(self, run, pool, source, feeds, drains or {}))
         return self.graphs[-1]
 
     @contextlib.contextmanager

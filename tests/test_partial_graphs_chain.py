@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from fake_graphs import FakeBackend, both_ways_to_copy  # noqa: E402, F401
+from fake_graphs import FakeBackend, every_way  # noqa: E402, F401
 from partial_graphs import PartialCudaGraphManager  # noqa: E402
 
 

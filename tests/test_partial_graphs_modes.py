@@ -4,7 +4,7 @@
 import pytest
 import torch
 from cudagraphs.partial import replay
-from fake_graphs import FakeBackend, both_ways_to_copy  # noqa: F401
+from fake_graphs import FakeBackend, every_way  # noqa: F401
 from partial_graphs import FallbackError, PartialCudaGraphManager
 from test_partial_graphs_replay import Block, Model, Pair, Repeats, Straight, assert_same, loss_of, tokens, train
 from torch import nn

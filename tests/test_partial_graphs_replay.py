@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 from cudagraphs.partial import gradients
-from fake_graphs import FakeBackend, both_ways_to_copy  # noqa: F401
+from fake_graphs import FakeBackend, every_way  # noqa: F401
 from partial_graphs import PartialCudaGraphManager, StaleGraphError
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ A backend has these members; the tests bring one of their own that runs on the C
                           and the copy nodes `feeds` and `drains`. `run` gets the outputs of the graph `source`, or
                           nothing where that is None. Replays first fill the tensors `feeds`, and at the end copy out
                           the outputs at the positions `drains`, which maps them to their sizes in bytes
-`copy_nodes`              whether `capture` takes `feeds` and `drains`
+`copy_nodes`              whether `capture` takes `feeds` and `drains`; False where it is left out
 `forbid_sync()`           context in which a host synchronisation raises
 `rng_state()`, `set_rng_state(state)`   the generator that captured random ops advance
 `settle()`                wait for the device and give cached memory back, so that the pool can have it
@@ -100,8 +100,12 @@ class CudaBackend:
         graph.capture_end()
         if not copies:
             return CudaGraph(graph, outputs)
-        graph.instantiate()
-        return CudaGraph(graph, outputs, *copy_nodes.find(graph, scratch, feeds, leaving))
+        try:
+            graph.instantiate()
+            return CudaGraph(graph, outputs, *copy_nodes.find(graph, scratch, feeds, leaving))
+        except BaseException:
+            graph.reset()
+            raise
 
     @contextlib.contextmanager
     def forbid_sync(self) -> Iterator[None]:

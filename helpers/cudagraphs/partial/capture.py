@@ -22,6 +22,7 @@ from cudagraphs.partial.body import Analysis, Body, OutputPlan, warm_up
 from cudagraphs.partial.chain import ChainBody, Member, chain_analysis, find_chains
 from cudagraphs.partial.errors import CaptureError, Unsupported
 from cudagraphs.partial.gradients import Accumulator, Accumulators
+from cudagraphs.partial.pools import SharedPool
 from cudagraphs.partial.recording import Signature, static_copy
 from cudagraphs.partial.replay import Slot, Variant, new_statics
 
@@ -43,12 +44,13 @@ class Planned:
 
 
 def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: bool = False,
-                accumulate: bool = False) -> list[Planned]:
+                accumulate: bool = False, share_pool: bool = False) -> list[Planned]:
     """Capture every signature that can be captured; mark the others with a refusal.
 
     Args:
         merge: make one graph of neighbours with nothing between them.
         accumulate: let graphs add to the gradients of parameters, where no hook or process group wants to see them.
+        share_pool: one memory pool a replica, in capture order, and not one a slot.
 
     Returns the captured ones with unfinished variants (`finish_all` ends the work).
 
@@ -94,10 +96,11 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                 variants = {id(item.signature): item.variant for item in captured}
                 depth = max((min(item.signature.depth, max_slots) for item in captured), default=0)
                 for replica in range(depth):
+                    shared = SharedPool(backend.pool()) if share_pool else None
                     for item in captured:
                         if replica < min(item.signature.depth, max_slots):
                             current = item.entry.name
-                            _capture_forward(item, replica, variants, backend)
+                            _capture_forward(item, replica, variants, backend, shared)
                 for replica in reversed(range(depth)):
                     for item in reversed(captured):
                         if item.analysis.trainable and replica < len(item.variant.slots):
@@ -207,7 +210,8 @@ def release(variants: Iterable[Variant]) -> None:
                 logger.exception("could not free a graph of %s after a failed capture", slot.name)
 
 
-def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], backend: Any) -> None:
+def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], backend: Any,
+                     shared: SharedPool | None) -> None:
     signature = item.signature
     statics = new_statics(signature, replica)
     borrowed: dict[int, Slot] = {}
@@ -222,7 +226,7 @@ def _capture_forward(item: Planned, replica: int, variants: dict[int, Variant], 
             statics[index] = output.detach().requires_grad_(static.requires_grad)
             borrowed[index] = slot
     slot = Slot(item.entry.name, signature, item.analysis, item.variant.body, statics, borrowed,
-                item.variant.accumulators)
+                item.variant.accumulators, shared)
     item.variant.slots.append(slot)  # before the capture, so that a failure frees it
     slot.capture_forward(backend)
 

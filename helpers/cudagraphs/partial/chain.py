@@ -167,11 +167,16 @@ class Follower:
         _, outputs, inputs, output_versions, input_versions = paid
         for tensor, (output, index) in zip(tensors, self._origins):
             if output:
-                if tensor is not outputs[index] or tensor._version != output_versions[index]:
+                if tensor is not outputs[index] or tensor._version != output_versions[index] or _watched(tensor):
                     return False, None
             elif tensor is not inputs[index] or tensor._version != input_versions[index]:
                 return False, None
         return True, self._rebuild(outputs[self._span], tensors)
+
+
+def _watched(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to see the gradient of a tensor between two members, which stays inside the graph."""
+    return tensor._backward_hooks is not None or tensor.retains_grad
 
 
 def chain_runner(rebuild: Callable[[Any, Any], Any], followers: list[Follower]) -> Callable[[Any, tuple], Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cudagraphs.partial.guards import TENSOR_TYPES
+from cudagraphs.partial.guards import TENSOR_TYPES, has_base_layout
 from cudagraphs.partial.recording import broadcast_index
 
 try:  # a requirement of torch's own since 2.11
@@ -33,14 +33,15 @@ class CopyNode:
 
     Attributes:
         address: of the outer end; None while the node is switched off.
+        usable: False once the runtime has refused an address, such as memory of another kind.
     """
 
-    __slots__ = ("_enabled", "_executable", "_inner", "_into", "_node", "_size", "address")
+    __slots__ = ("_enabled", "_executable", "_inner", "_into", "_node", "_size", "address", "usable")
 
     def __init__(self, executable: Any, node: Any, inner: torch.Tensor, into: bool):
         self._executable, self._node, self._into = executable, node, into
         self._inner, self._size = inner.data_ptr(), inner.nbytes
-        self._enabled = True
+        self._enabled = self.usable = True
         self.switch_off()
 
     def aim(self, address: int) -> None:
@@ -62,9 +63,9 @@ class CopyNode:
         Raises:
             RuntimeError: where the CUDA runtime refuses.
         """
-        self.address: int | None = None
         if self._enabled:
             self._switch(False)
+        self.address: int | None = None
 
     def _switch(self, on: bool) -> None:
         _check(runtime.cudaGraphNodeSetEnabled(self._executable, self._node, int(on)))
@@ -82,7 +83,8 @@ def supported() -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill one piece of memory, each with an address of its own."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.numel() == 0 or (span == tensor.numel() and broadcast_index(tensor) is None)
+    return tensor.numel() == 0 or (span == tensor.numel() and broadcast_index(tensor) is None
+                                   and has_base_layout(tensor))
 
 
 def can_feed(tensor: torch.Tensor) -> bool:
@@ -97,21 +99,38 @@ def feed(nodes: Sequence[Any], tensor: torch.Tensor | None, like: torch.Tensor) 
         False where a plain copy of its bytes would not do, or the runtime refuses memory of that kind; the nodes are
         off then, and the caller has to copy.
     """
-    address = 0
-    if (tensor is not None and type(tensor) in TENSOR_TYPES and tensor.stride() == like.stride()
-            and tensor.shape == like.shape and tensor.dtype is like.dtype and not tensor.is_neg()):
-        address = tensor.data_ptr()
-    if address:
-        try:
-            for node in nodes:
-                if node.address != address:
-                    node.aim(address)
-            return True
-        except RuntimeError as refusal:
-            logger.warning("Partial CUDA graphs copy an argument outside of the graph: %s", refusal)
+    if tensor is not None and same_bytes(tensor, like):
+        return aim(nodes, [tensor.data_ptr()] * len(nodes))
     for node in nodes:
         node.switch_off()
     return False
+
+
+def aim(nodes: Sequence[Any], addresses: Sequence[int]) -> bool:
+    """Aim each node; False, and all of them off, where the runtime refuses, now or at an earlier call."""
+    try:
+        for node, address in zip(nodes, addresses):
+            if node.address != address:
+                if not node.usable or not address:
+                    break
+                node.aim(address)
+        else:
+            return True
+    except RuntimeError as refusal:
+        logger.warning("Partial CUDA graphs copy outside of a graph from now on: %s", refusal)
+        node.usable = False
+    for node in nodes:
+        node.switch_off()
+    return False
+
+
+def same_bytes(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor` are those of a copy laid out as `like`. Strides of dimensions of size 1 say
+    nothing."""
+    return (type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.shape == like.shape
+            and tensor.dtype is like.dtype and not tensor.is_neg() and not tensor.is_conj()
+            and all(own == other or size == 1
+                    for size, own, other in zip(tensor.shape, tensor.stride(), like.stride())))
 
 
 def record(inner: torch.Tensor, scratch: torch.Tensor, into: bool, stream: int) -> None:
@@ -128,17 +147,20 @@ def find(graph: torch.cuda.CUDAGraph, scratch: torch.Tensor, feeds: Sequence[tor
     executable = runtime.cudaGraphExec_t(graph.raw_cuda_graph_exec())
     _, count = _check(runtime.cudaGraphGetNodes(raw))
     nodes, _ = _check(runtime.cudaGraphGetNodes(raw, count))
-    outer, into, out_of = scratch.data_ptr(), {}, {}
+    outer, into, out_of, recorded = scratch.data_ptr(), {}, {}, 0
     for node in nodes:
         kind, = _check(runtime.cudaGraphNodeGetType(node))
         if kind != runtime.cudaGraphNodeType.cudaGraphNodeTypeMemcpy:
             continue
         parameters, = _check(runtime.cudaGraphMemcpyNodeGetParams(node))
         source, target = int(parameters.srcPtr.ptr), int(parameters.dstPtr.ptr)
+        recorded += outer in (source, target)
         if source == outer:
             into[target] = node
         elif target == outer:
             out_of[source] = node
+    if not recorded == len(into) + len(out_of) == len(feeds) + len(drains):
+        raise RuntimeError(f"{recorded} copy nodes for {len(feeds)} tensors to fill and {len(drains)} to copy out")
     return ([CopyNode(executable, into[tensor.data_ptr()], tensor, True) for tensor in feeds],
             [CopyNode(executable, out_of[tensor.data_ptr()], tensor, False) for tensor in drains])
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cudagraphs.partial.copy_nodes import feed
+from cudagraphs.partial.copy_nodes import aim, feed
 from cudagraphs.partial.errors import StaleGraphError
 
 use_count = torch._C._storage_Use_Count
@@ -24,6 +24,7 @@ foreach_clone = getattr(torch, "_foreach_clone", None)  # newer torch allocates 
 # Allocation as compiled code does it, without the parsing of arguments, on the current device.
 raw_empty = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")
              if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")}
+strided = torch.strided
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -65,16 +66,24 @@ def make_cloner(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]
     return clone_all
 
 
-def make_fresh_writer(graph: Any, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """A function that replays `graph` with its drains aimed at fresh memory, and returns that: copies of `tensors`."""
+def is_there(gradient: torch.Tensor, pointer: int | None, stride: tuple[int, ...]) -> bool:
+    """Whether the bytes of `gradient` are those at `pointer` as they are."""
+    return (gradient.data_ptr() == pointer and gradient.stride() == stride and not gradient.is_neg()
+            and not gradient.is_conj())
+
+
+def make_fresh_writer(graph: Any, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor] | None]:
+    """A function that replays `graph` with its drains aimed at fresh memory, and returns that: copies of `tensors`.
+    Where the runtime refuses an address the drains are off, and it returns None."""
     drains, replay, allocate = graph.drains, graph.replay, make_allocator(tensors)
 
-    def write_fresh() -> list[torch.Tensor]:
-        fresh = allocate()
+    def write_fresh() -> list[torch.Tensor] | None:
+        fresh: list[torch.Tensor] | None = allocate()
         for node, tensor in zip(drains, fresh):
-            address = tensor.data_ptr()
-            if node.address != address:
-                node.aim(address)
+            if node.address != tensor.data_ptr():
+                if not aim(drains, [tensor.data_ptr() for tensor in fresh]):
+                    fresh = None
+                break
         replay()
         return fresh
 
@@ -117,7 +126,7 @@ def make_filler(slot: Any, positions: list[int],
             if feeds is not None:
                 if feed(feeds, gradient, sink):
                     continue
-            elif gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
+            elif gradient is not None and gradient.layout is strided and is_there(gradient, pointer, stride):
                 continue
             for handle, own in slot.sink_watch[position]:
                 if use_count(handle) > own:
@@ -126,7 +135,7 @@ def make_filler(slot: Any, positions: list[int],
                 sink.zero_()
             else:
                 into.append(sink)
-                values.append(gradient)
+                values.append(gradient if gradient.layout is strided else gradient.to_dense())
         if len(into) == 1:
             into[0].copy_(values[0])
         elif into:
@@ -142,8 +151,7 @@ def make_filler(slot: Any, positions: list[int],
 
         def fill_fed(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
             gradient = gradients[index]
-            if (gradient is not None and gradient.data_ptr() == node.address and gradient.stride() == stride
-                    and not gradient.is_neg()):
+            if gradient is not None and gradient.layout is strided and is_there(gradient, node.address, stride):
                 return nothing
             return fill(gradients)
 
@@ -153,9 +161,11 @@ def make_filler(slot: Any, positions: list[int],
 
     def fill_one(gradients: tuple[torch.Tensor | None, ...]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         gradient = gradients[index]
-        if gradient is not None and gradient.data_ptr() == pointer and gradient.stride() == stride:
+        if gradient is None or gradient.layout is not strided:
+            return fill(gradients)
+        if is_there(gradient, pointer, stride):
             return nothing
-        if gradient is None or slot.sink_watch[position]:
+        if slot.sink_watch[position]:
             return fill(gradients)
         copy(gradient)
         return nothing
@@ -243,18 +253,20 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
     trainable, reaches = analysis.trainable, analysis.reaches
     wanted = [index for index, static in enumerate(inputs) if static.requires_grad]
     count = len(inputs)
-    template: list[torch.Tensor | None] = [None] * count + grad_inputs[len(wanted):]
-    places = wanted + list(range(count, len(template)))  # of each differentiable input among the node's arguments
+    accumulators = slot.accumulators
+    received = slot.received() if accumulators is None else []  # the others never pass through autograd
+    template: list[torch.Tensor | None] = [None] * count + [grad_inputs[len(wanted) + place] for place in received]
+    places = wanted + list(range(count, len(template)))  # of each gradient among the node's arguments
+    place_reaches = [*reaches[:len(wanted)], *(reaches[len(wanted) + place] for place in received)]
     for place, gradient in zip(wanted, grad_inputs):
         template[place] = gradient
     to_inputs = [(place, template[place]) for place in wanted if template[place] is not None]
     to_parameters = [(place, template[place]) for place in places[len(wanted):] if template[place] is not None]
     trainable_parameters = [p for p, alias in zip(slot.body.parameters, slot.body.aliases) if alias.requires_grad]
-    receivers = [trainable_parameters[place - count] for place, _ in to_parameters]
+    receivers = [trainable_parameters[received[place - count]] for place, _ in to_parameters]
     clone_parameters = make_cloner([gradient for _, gradient in to_parameters]) if to_parameters else None
     # Where every parameter gets a gradient, they are the end of the list.
     consecutive = bool(to_parameters) and len(to_parameters) == len(template) - count
-    accumulators = slot.accumulators
     receiver_reaches = [reached for reached in reaches[len(wanted):] if reached]
 
     lean = slot.lean  # positions of the outputs that the cheap backward graph covers
@@ -278,7 +290,7 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
             defined = {position for position, here in enumerate(arrived) if here}
             known = missing[arrived] = (
                 frozenset(at for at, reached in enumerate(receiver_reaches) if not reached & defined),
-                [place for place, reached in zip(places, reaches) if not reached & defined])
+                [place for place, reached in zip(places, place_reaches) if not reached & defined])
         return known
 
     def backward(gradients: tuple[torch.Tensor | None, ...], leaves: Any) -> tuple[torch.Tensor | None, ...]:

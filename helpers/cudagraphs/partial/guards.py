@@ -255,6 +255,8 @@ class CallGuard:
             raise Unsupported(f"{where} is on {tensor.device}; a graph would keep the values it has at capture")
         if tensor.layout is not torch.strided:
             raise Unsupported(f"{where} has the layout {tensor.layout}")
+        if tensor.is_neg() or tensor.is_conj():
+            raise Unsupported(f"{where} is a view whose values are negated or conjugated when they are read")
         if not has_base_layout(tensor):
             raise Unsupported(f"{where} has elements that share memory (shape {tuple(tensor.shape)}, stride "
                               f"{tensor.stride()})")
@@ -267,8 +269,11 @@ class CallGuard:
             ("layout", f"{name}.layout is {build.constant(tensor.layout)}"),
             ("strides", f"{name}.stride() == {build.constant(tuple(tensor.stride()))}"),
             ("requires_grad", f"{name}.requires_grad is {tensor.requires_grad}"),
+            ("lazy values", f"not {name}.is_neg()"),
         ):
             build.check(reason, where, check)
+        if tensor.is_complex():
+            build.check("lazy values", where, f"not {name}.is_conj()")
         for other in build.tensors:
             build.check("aliasing", where, f"{name} is not {other}")
         build.tensors.append(name)

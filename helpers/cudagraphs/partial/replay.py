@@ -21,6 +21,7 @@ from cudagraphs.partial.copy_nodes import can_feed, feed, is_dense
 from cudagraphs.partial.errors import StaleGraphError
 from cudagraphs.partial.gradients import Accumulators, make_backward, storage_counts, use_count
 from cudagraphs.partial.guards import Guard, GuardBuilder, add_hook_checks, add_state_checks
+from cudagraphs.partial.pools import SharedPool
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
 
 LARGE = 1 << 20  # bytes; a copy of that size is no longer a matter of launching it
@@ -33,22 +34,28 @@ class Slot:
         name: of the entry, for messages.
         inputs: static inputs; those in `borrowed` (argument index to producing slot) are another slot's output memory.
         accumulators: memory for parameter gradients that the graphs add to; None leaves that to autograd.
+        shared: the pool, with other slots in it; None makes one of this slot's own.
     """
 
     def __init__(self, name: str, signature: Signature, analysis: Analysis, body: Any, inputs: list[torch.Tensor],
-                 borrowed: dict[int, Slot], accumulators: Accumulators | None = None):
+                 borrowed: dict[int, Slot], accumulators: Accumulators | None = None,
+                 shared: SharedPool | None = None):
         self.name, self.signature, self.analysis, self.body = name, signature, analysis, body
         self.inputs, self.borrowed, self.accumulators = inputs, borrowed, accumulators
         self.outputs: list[torch.Tensor] = []
         self.grad_outputs: list[torch.Tensor] = []  # one a trainable output
         # One a differentiable input, then, unless the graphs accumulate, one a trainable parameter.
         self.grad_inputs: list[torch.Tensor | None] = []
-        self._pool: Any = None
+        self._shared = shared
+        self._pool: Any = None if shared is None else shared.handle
+        self._place = 0  # of the forward graph in a shared pool
+        self._gradients: Gradients = Gradients(self)
         self.forward_graph: Any = None
         self.write_graph: Any = None  # backward of the outputs at the positions `lean`
         self.add_graph: Any = None  # the same, adding to the accumulators
         self.full_graph: Any = None  # backward of all outputs, where `lean` is not all of them
         self.lean: list[int] = []
+        self._copy_nodes = False
         self._fed_inputs: list[int] = []  # filled by copy nodes of the forward graph
         self.fed_sinks: list[int] = []  # positions filled by copy nodes of the graphs for `lean`
         self.extra_arguments = 0  # of the autograd node, after the inputs: parameters, or an anchor
@@ -59,6 +66,7 @@ class Slot:
         self.watched: list[tuple[int, int]] = []
         self.parameters_exposed = False  # static gradients of parameters were handed out as they are
         self.sink_watch: list[list[tuple[int, int]]] = []
+        self._gradient_watch: list[tuple[int, int]] = []
         self._parameter_watch: list[tuple[int, int]] = []
         self._storages: dict[int, Any] = {}
         self._lenders = [(index, inputs[index].data_ptr(), producer) for index, producer in borrowed.items()]
@@ -68,22 +76,27 @@ class Slot:
     # Capture
 
     def capture_forward(self, backend: Any) -> None:
-        """Capture the forward pass, in a memory pool of this slot's own.
+        """Capture the forward pass, in a memory pool of this slot's own unless it was given a shared one.
 
-        In a pool that slots share, results of a later capture may lie where an earlier graph keeps temporaries:
-        replaying the earlier one while somebody still needs the later results would destroy them. Within a slot that
-        cannot happen, since it is replayed only while all of its results are let go.
+        Results of a later capture may lie where an earlier graph of the pool keeps temporaries: replaying the earlier
+        one while somebody still needs the later results would destroy them. Within a slot that cannot happen, since it
+        is replayed only while all of its results are let go; across slots `SharedPool` sees to it.
         """
         def run() -> list[torch.Tensor]:
             return self.body.run(self.signature, self.inputs)[0]
 
-        if backend.copy_nodes:
+        self._copy_nodes = getattr(backend, "copy_nodes", False)
+        if self._copy_nodes:
             self._fed_inputs = [index for index, static in enumerate(self.inputs)
                                 if index not in self.borrowed and can_feed(static)]
-        self._pool = backend.pool()
-        feeds = [self.inputs[index] for index in self._fed_inputs]
-        self.forward_graph = backend.capture(run, self._pool, feeds=feeds)
+        if self._shared is None:
+            self._pool = backend.pool()
+        else:
+            self._place = self._shared.place(self)
+        self.forward_graph = backend.capture(run, self._pool, **self._copies(self.inputs, self._fed_inputs))
         self.outputs = self.forward_graph.outputs
+        if self._shared is not None:
+            self.forward_graph.replay = self._shared.noted(self.forward_graph.replay, self._place)
 
     def capture_backward(self, backend: Any, grad_outputs: list[torch.Tensor], shared: Set[int]) -> None:
         """Capture the backward pass. `retain_graph` keeps what it reads out of the pool's free list, so that it can be
@@ -97,10 +110,10 @@ class Slot:
         self.grad_outputs = grad_outputs
         trainable = self.analysis.trainable
         self.lean = self.analysis.lean if self.analysis.lean is not None else list(range(len(trainable)))
-        if backend.copy_nodes:
+        if self._copy_nodes:
             self.fed_sinks = [position for position in self.lean
                               if position not in shared and can_feed(grad_outputs[position])]
-        feeds = [grad_outputs[position] for position in self.fed_sinks]
+        feeds = self._copies(grad_outputs, self.fed_sinks)
         differentiable = self.body.differentiable(self.inputs)
         split = self._split()
         buffers = self.accumulators.buffers if self.accumulators is not None else []
@@ -135,8 +148,7 @@ class Slot:
                 found = gradients(outputs, self.lean)
             else:
                 found = stored(outputs, self.lean, torch.Tensor.copy_, torch._foreach_copy_)
-            # Expanded ones, such as those of a sum, have no memory of their own for a further graph or a copy node.
-            return [None if gradient is None else _dense(gradient) for gradient in found]
+            return _own_memory(found, grad_outputs)
 
         def overwrite(positions: list[int], put: Callable[..., Any],
                       put_all: Callable[..., Any]) -> Callable[..., list]:
@@ -150,24 +162,38 @@ class Slot:
                 return []
             return run
 
-        self.write_graph = backend.capture(write, pool, self.forward_graph, feeds=feeds,
-                                           drains=self._drains(backend))
+        place = 0 if self._shared is None else self._shared.place(self._gradients)
+        drains = self._drains()
+        self.write_graph = backend.capture(write, pool, self.forward_graph, **feeds,
+                                           **({"drains": drains} if drains else {}))
         self.grad_inputs = self.write_graph.outputs
         if buffers:
             adding = overwrite(self.lean, torch.Tensor.add_, torch._foreach_add_)
-            self.add_graph = backend.capture(adding, pool, self.forward_graph, feeds=feeds)
+            self.add_graph = backend.capture(adding, pool, self.forward_graph, **feeds)
         if len(self.lean) < len(trainable):
             everything = overwrite(list(range(len(trainable))), torch.Tensor.copy_, torch._foreach_copy_)
             self.full_graph = backend.capture(everything, pool, self.forward_graph)
+        if self._shared is not None:
+            for graph in (self.write_graph, self.add_graph, self.full_graph):
+                if graph is not None:
+                    graph.replay = self._shared.guarded(graph.replay, place)
 
-    def _drains(self, backend: Any) -> dict[int, int]:
+    @staticmethod
+    def _copies(statics: list[torch.Tensor], places: list[int]) -> dict[str, Any]:
+        """The argument `feeds` of a capture, where there is something to feed."""
+        return {"feeds": [statics[place] for place in places]} if places else {}
+
+    def received(self) -> list[int]:
+        """Which trainable parameters, by their place among those, the outputs depend on."""
+        reaches = self.analysis.reaches[self._split():]
+        return [place for place, reached in enumerate(reaches) if reached]
+
+    def _drains(self) -> dict[int, int]:
         """The gradients of parameters that copy nodes bring to fresh memory: place among `grad_inputs` to bytes."""
-        if not backend.copy_nodes or self.accumulators is not None:
+        if not self._copy_nodes or self.accumulators is not None:
             return {}
-        split = self._split()
         parameters = [alias for alias in self.body.aliases if alias.requires_grad]
-        receivers = {split + place: parameter for place, parameter in enumerate(parameters)
-                     if self.analysis.reaches[split + place]}
+        receivers = {self._split() + place: parameters[place] for place in self.received()}
         if any(parameter.is_complex() or not parameter.numel() for parameter in receivers.values()):
             return {}
         return {place: parameter.nbytes for place, parameter in receivers.items()}
@@ -186,8 +212,8 @@ class Slot:
             returned: the storages of the gradients that any slot hands out; some of them are the memory of our sinks.
         """
         split = self._split()
-        own = self.outputs + [gradient for gradient in self.grad_inputs[:split] if gradient is not None]
-        self.watched = storage_counts(own)
+        self._gradient_watch = storage_counts(self.grad_inputs[:split])
+        self.watched = storage_counts([*self.outputs, *self.grad_inputs[:split]])
         self._parameter_watch = storage_counts(self.grad_inputs[split:])
         self.sink_watch = [storage_counts([sink]) if sink.untyped_storage()._cdata in returned else []
                            for sink in self.grad_outputs]
@@ -208,16 +234,25 @@ class Slot:
         for handle, own in self.watched:
             if use_count(handle) > own:
                 return False
-        if self.parameters_exposed:
-            for handle, own in self._parameter_watch:
-                if use_count(handle) > own:
-                    return False
-            self.parameters_exposed = False
+        return not self.parameters_exposed or self._parameters_idle()
+
+    def _parameters_idle(self) -> bool:
+        for handle, own in self._parameter_watch:
+            if use_count(handle) > own:
+                return False
+        self.parameters_exposed = False
         return True
+
+    def gradients_idle(self) -> bool:
+        """Whether nobody looks at the gradients that the last backward handed out."""
+        for handle, own in self._gradient_watch:
+            if use_count(handle) > own:
+                return False
+        return not self.parameters_exposed or self._parameters_idle()
 
     def free(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """`idle`, and the memory borrowed from another slot either holds these very inputs or is idle there."""
-        if not self.idle():
+        if not self.idle() or (self._shared is not None and not self._shared.free_after(self._place)):
             return False
         for index, pointer, producer in self._lenders:
             if tensors[index].data_ptr() != pointer and not producer.idle():
@@ -248,6 +283,7 @@ class Slot:
         trainable parameters."""
         body = self.body
         trainable = [position for position, alias in enumerate(body.aliases) if alias.requires_grad]
+        trainable = [trainable[place] for place in self.received()]
         if body.copied:
             self.extra_arguments = len(trainable)
             apply = self._node()
@@ -280,7 +316,7 @@ class Slot:
 
             def load_one(tensors: tuple[torch.Tensor, ...]) -> None:
                 tensor = tensors[0]
-                if (tensor.data_ptr() != node.address or tensor.is_neg()) and not feed((node,), tensor, static):
+                if tensor.data_ptr() != node.address and not feed((node,), tensor, static):
                     static.copy_(tensor)
 
             return load_one
@@ -290,7 +326,7 @@ class Slot:
         def load(tensors: tuple[torch.Tensor, ...]) -> None:
             for index, node, static in fed:
                 tensor = tensors[index]
-                if (tensor.data_ptr() != node.address or tensor.is_neg()) and not feed((node,), tensor, static):
+                if tensor.data_ptr() != node.address and not feed((node,), tensor, static):
                     static.copy_(tensor)
             copy_others(tensors)
 
@@ -403,14 +439,41 @@ class Slot:
                 graph.reset()
         self.ticket += 1
         self.outputs, self.grad_outputs, self.grad_inputs, self.inputs = [], [], [], []
-        self.watched, self._parameter_watch, self.sink_watch, self._storages = [], [], [], {}
+        self.watched, self._gradient_watch, self._parameter_watch, self.sink_watch = [], [], [], []
+        self._storages = {}
         self.borrowed, self._lenders, self.accumulators, self.pending = {}, [], None, None
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """`gradient`, or a copy where its elements do not fill a piece of memory by themselves."""
-    gradient = gradient.resolve_neg()
-    return gradient if is_dense(gradient) else gradient.clone()
+class Gradients:
+    """The gradients of a slot as `pools.Results`."""
+
+    def __init__(self, slot: Slot):
+        self._slot = slot
+
+    def idle(self) -> bool:
+        return self._slot.gradients_idle()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [gradient for gradient in self._slot.grad_inputs if gradient is not None]
+
+
+def _own_memory(gradients: list[torch.Tensor | None], sinks: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Every gradient in memory that no other one and no incoming one has a part of, each element at its own address.
+
+    Autograd returns one tensor for both terms of a sum, passes an incoming gradient on, or returns an expanded one; a
+    further graph, a copy node or whoever keeps one of them needs it for itself.
+    """
+    taken = {sink.untyped_storage()._cdata for sink in sinks}
+    result: list[torch.Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = gradient.resolve_neg().resolve_conj()
+            if not is_dense(gradient) or gradient.untyped_storage()._cdata in taken:
+                gradient = gradient.clone(memory_format=torch.contiguous_format if not is_dense(gradient)
+                                          else torch.preserve_format)
+            taken.add(gradient.untyped_storage()._cdata)
+        result.append(gradient)
+    return result
 
 
 def _put_away(buffer: torch.Tensor, put: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
