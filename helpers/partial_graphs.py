@@ -11,8 +11,8 @@ Usage, in a training script (needs torch 2.4 or newer; `helpers/` on the import 
         for batch in batches:
             train_step(...)         # selected modules replay graphs where the guards hold
 
-With a torch that shows its graphs (`CUDAGraph.raw_cuda_graph_exec`) and CUDA bindings of its major version, arguments and
-gradients are copied by nodes of the graphs; otherwise by operations beside them, which costs the host more.
+With a torch that shows its graphs (`CUDAGraph.raw_cuda_graph_exec`) and CUDA bindings of its major version, arguments
+and gradients are copied by nodes of the graphs; otherwise by operations beside them, which costs the host more.
 
 Output: nothing; `stats()`, `fallback_reasons()` and `log_stats()` tell what was captured, replayed and run eagerly.
 Exit codes: this is a library; as a script it prints this text, imports nothing, and exits with 0.
@@ -122,6 +122,11 @@ class PartialGraphEntry:
 class PartialCudaGraphManager:
     """Captures its entries after an eager iteration, then replays each call that the guards accept.
 
+    Differs from eager where no guard can look: an output that the loss does not use counts as one with a gradient of
+    zero (which a derivative of infinity turns into NaN); a hook on a parameter that only such an output reaches is
+    called with None; a hook on an output does not see what reaches that output inside the module; outputs that are views of
+    each other come back as separate tensors; `is_grads_batched` and `create_graph` raise.
+
     Args:
         entries: what to capture; see also `from_modules` and `from_model_parts`.
         strict: raise `FallbackError` instead of running a call eagerly.
@@ -130,9 +135,10 @@ class PartialCudaGraphManager:
         merge: make one graph of neighbouring entries where nothing runs between them. Entries that draw random numbers
             or change buffers are left alone.
         accumulate_in_graph: let the graphs themselves write and add to the parameters' `.grad`. Autograd then never
-            sees those parameters: `torch.autograd.grad` with respect to them fails. Entries keep the usual way where a
-            parameter has hooks or is used by two entries, where several calls are in flight, and under a process group
-            with more than one member.
+            sees those parameters: `torch.autograd.grad` with respect to them fails, or returns None with
+            `allow_unused`, and one with respect to something else still adds to `.grad`. Entries keep the usual way
+            where a parameter has hooks or is used by two entries, where several calls are in flight, and under a
+            process group with more than one member.
         share_pool: one memory pool for all entries, in capture order, and not one for each. That needs less memory,
             but a call is eager while results of any entry captured after it are kept, such as the last one's output.
         backend: how to capture; torch's CUDA graphs unless given.

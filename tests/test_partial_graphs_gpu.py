@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.gpu
 
 MODES = pytest.mark.parametrize("mode", [{}, {"accumulate_in_graph": True}, {"merge": True},
-                                         {"merge": True, "accumulate_in_graph": True}],
-                                ids=["default", "accumulate", "merge", "both"])
+                                         {"merge": True, "accumulate_in_graph": True}, {"share_pool": True},
+                                         {"share_pool": True, "merge": True, "accumulate_in_graph": True}],
+                                ids=["default", "accumulate", "merge", "both", "one pool", "one pool and both"])
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +134,8 @@ def test_a_one_forward_one_backward_schedule(mode):
         assert pair.manager.stats() == {"captured": 4, "replayed": 4 * 7 * 3, "fallback": 0}
 
 
-def test_a_result_of_a_later_entry_survives_replays_of_earlier_ones():
+@pytest.mark.parametrize("share_pool", [False, True])
+def test_a_result_of_a_later_entry_survives_replays_of_earlier_ones(share_pool):
     kept = {}
 
     def run(model):
@@ -144,13 +146,15 @@ def test_a_result_of_a_later_entry_survives_replays_of_earlier_ones():
             kept[id(model)] = x.detach()
         return [kept[id(model)]]
 
-    pair = Pair(Model(4, width=64), "layers.*", lambda model: (run(model), kept.clear())[1])
+    pair = Pair(Model(4, width=64), "layers.*", lambda model: (run(model), kept.clear())[1],
+                share_pool=share_pool)
     with pair.manager:
         for _ in range(3):
             pair.step(run)
 
 
-def test_outputs_that_the_caller_keeps_and_repeated_modules():
+@pytest.mark.parametrize("share_pool", [False, True])
+def test_outputs_that_the_caller_keeps_and_repeated_modules(share_pool):
     kept = {}
 
     def run(model):
@@ -163,7 +167,7 @@ def test_outputs_that_the_caller_keeps_and_repeated_modules():
 
     model = Repeats(3)
     model.embed, model.block = nn.Embedding(11, 64), Block(64)
-    pair = Pair(model, "block", run)
+    pair = Pair(model, "block", run, share_pool=share_pool)
     with pair.manager:
         for _ in range(3):
             pair.step(run)
@@ -487,7 +491,8 @@ def test_copies_are_part_of_the_graphs():
 @pytest.mark.parametrize("use_auxiliary", [lambda step: True, lambda step: step != 1, lambda step: step == 2],
                          ids=["always", "but once", "once"])
 def test_gradients_through_the_second_output_of_a_merged_entry(accumulate, use_auxiliary):
-    eager, ours = (auxiliary_gradients(accumulate, graphs, use_auxiliary, CudaBackend, "cuda") for graphs in (False, True))
+    eager, ours = (auxiliary_gradients(accumulate, graphs, use_auxiliary, CudaBackend, "cuda")
+                   for graphs in (False, True))
     for expected, actual in zip(eager, ours):
         assert_same(expected, actual)
 

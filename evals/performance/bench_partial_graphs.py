@@ -12,8 +12,9 @@ and are timed in turn, round by round, in an order shuffled each round; a sample
 waiting, then a synchronisation that is not counted. Memory is measured in one process a peer.
 
 What each technique gains is the difference, within a round, to a peer that lacks it: guards whose checks are evaluated
-one by one, copies outside the graphs, neighbours that copy, entries that are not merged, gradients that autograd accumulates. A node of autograd
-that only hands out tensors shows what any capture of forward and backward pays to autograd.
+one by one, copies outside the graphs, neighbours that copy, entries that are not merged, gradients that autograd
+accumulates. A node of autograd that only hands out tensors shows what any capture of forward and backward pays to
+autograd.
 
 Output: one JSON object with `schema_version`, raw samples included; a table on stderr.
 Exit codes: 0 measured, 2 usage, 4 no usable GPU.
@@ -293,9 +294,13 @@ PEERS: dict[str, Callable[[str], Peer]] = {
     "bare autograd nodes": bare_nodes,
     "raw replay": raw_replay,
 }
+FURTHER_PEERS: dict[str, Callable[[str], Peer]] = {  # for their memory alone
+    "ours, one pool, accumulate in graph": lambda kind: ours(kind, share_pool=True, accumulate_in_graph=True),
+}
 UNCHECKED = ("bare autograd nodes", "raw replay")  # their results mean nothing
 STACK_PEERS: dict[str, Callable[[str], Peer]] = {
     "ours, neighbours copy": lambda kind: ours(kind, without_sharing),
+    "ours, one pool": lambda kind: ours(kind, share_pool=True),
     "ours, merged": lambda kind: ours(kind, merge=True),
     "ours, merged, accumulate in graph": lambda kind: ours(kind, merge=True, accumulate_in_graph=True),
 }
@@ -311,7 +316,8 @@ TECHNIQUES = {
 }
 AIMS = {"torch make_graphed_callables": 1.0, "AutoModel manager": 0.45}  # at most this share of that peer's cost
 MEMORY_PEERS = ("eager", "torch make_graphed_callables", "TE make_graphed_callables", "AutoModel manager", "ours",
-                "ours, accumulate in graph", "ours, merged, accumulate in graph")
+                "ours, one pool", "ours, accumulate in graph", "ours, one pool, accumulate in graph",
+                "ours, merged, accumulate in graph")
 
 
 def gradients_of(peer: Peer, kind: str, microbatches: int = 2) -> list[torch.Tensor]:
@@ -438,7 +444,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 def memory_of(name: str) -> dict:
     """Bytes that this process holds after three steps of the 24-block stack with one peer."""
-    peer = {**PEERS, **STACK_PEERS}[name]("stack")
+    peer = {**PEERS, **STACK_PEERS, **FURTHER_PEERS}[name]("stack")
     x = sample_input("stack").requires_grad_()
     gradient = torch.ones_like(x) * 0.01
     for _ in range(3):
@@ -514,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=20, help="calls of one sample")
     parser.add_argument("--revision", default="unknown", help="git revision to note in the result")
     parser.add_argument("--tests-out", type=Path, help="run the GPU tests instead, and write their outcomes here")
-    parser.add_argument("--memory-of", choices=[*PEERS, *STACK_PEERS], help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=[*PEERS, *STACK_PEERS, *FURTHER_PEERS], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no usable GPU", file=sys.stderr)

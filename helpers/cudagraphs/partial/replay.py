@@ -334,7 +334,7 @@ class Slot:
 
     def _copier(self, statics: list[torch.Tensor], places: list[int],
                 copies: list[torch.Tensor]) -> Callable[[tuple[torch.Tensor, ...]], None]:
-        """A function that copies the arguments at `places` into their statics, and the live parameters into `copies`."""
+        """A function that copies the arguments at `places` into their statics, and live parameters into `copies`."""
         cuts = [broadcast_index(statics[index]) for index in places]
         targets = [(index, static if cut is None else static[cut], static.data_ptr(), cut)
                    for index, cut in zip(places, cuts) for static in (statics[index],)]
