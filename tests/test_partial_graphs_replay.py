@@ -900,3 +900,26 @@ def test_parameters_of_an_fsdp_unit_are_copied_so_their_memory_may_move():
             assert torch.equal(parameter.grad, other.grad)
     assert manager.stats()["fallback"] == 0
     manager.close()
+
+
+def test_with_one_pool_a_kept_result_of_a_later_entry_makes_earlier_ones_eager():
+    """A replay of an earlier graph could write over it; once it is let go, everything replays again."""
+    pair = Pair(Model(), "layers.*", train, share_pool=True)
+    kept = {id(pair.eager): [], id(pair.graphed): []}
+
+    def run(model):
+        hidden = model.embed(tokens(4))
+        for layer in model.layers:
+            hidden = layer(hidden)
+        kept[id(model)].append(hidden.detach())
+        hidden.square().sum().backward()
+        return [value.clone() for value in kept[id(model)]]
+
+    pair.same(run)
+    assert pair.stats()["fallback"] == 0
+    pair.same(run)
+    assert pair.manager.fallback_reasons() == {"in flight": 3}
+    for values in kept.values():
+        values.clear()
+    pair.same(run)
+    assert pair.stats()["fallback"] == 3

@@ -100,7 +100,10 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                     for item in captured:
                         if replica < min(item.signature.depth, max_slots):
                             current = item.entry.name
-                            _capture_forward(item, replica, variants, backend, shared)
+                            # Eager where its recomputation is a replay, or the other way round, is an error of
+                            # torch's; in a pool of its own a slot is free whenever it was while recording.
+                            pool = None if item.signature.recomputed else shared
+                            _capture_forward(item, replica, variants, backend, pool)
                 for replica in reversed(range(depth)):
                     for item in reversed(captured):
                         if item.analysis.trainable and replica < len(item.variant.slots):

@@ -32,6 +32,8 @@ class Signature:
         depth: largest number of calls alive at once, at least 1.
         refusal: why no graph can stand for this call, or None.
         calls: recorded calls.
+        recomputed: whether one of them ran under hooks on saved tensors, as in activation checkpointing, where a
+            replay and its recomputation have to be of the same kind.
     """
 
     def __init__(self, call: CallGuard, target: nn.Module, ambient: Ambient, order: int):
@@ -48,6 +50,7 @@ class Signature:
         self.depth = 1
         self.refusal: str | None = None
         self.calls = 0
+        self.recomputed = False
         call.tensors.clear()  # the copies stand for them from here on
         builder = call.builder.copy()
         ambient.add_checks(builder, call.device_type)
@@ -157,6 +160,7 @@ class Recorder:
             return forward(*args, **kwargs)
 
         signature.calls += 1
+        signature.recomputed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         signature.live = [call for call in signature.live if call.alive()]
         signature.depth = max(signature.depth, len(signature.live) + 1)
         versions = [version_of(tensor) for tensor in tensors]
