@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cudagraphs.rules.evaluate import PATTERNS, explore
+from cudagraphs.rules.defaults import PATTERNS
+from cudagraphs.rules.evaluate import explore
 from cudagraphs.settings import Settings
 
 TRAITS = ("moe", "mamba", "gdn", "vlm", "mtp")

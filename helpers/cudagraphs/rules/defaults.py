@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -175,6 +176,8 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "pipeline_model_parallel_size": (1, 2),
     "virtual_pipeline_model_parallel_size": (None, 2),
     "expert_model_parallel_size": (1, 2),
+    "expert_gtp_weight_remat_size": (1, 2),
+    "fine_grained_offloading_max_inflight_offloads": (None, -1, 1),
     "cuda_graph_warmup_steps": (0, 3),
     "ddp.check_for_nan_in_grad": _YES_NO,
     "ddp.overlap_grad_reduce": _YES_NO,
@@ -199,6 +202,7 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "comm_overlap.delay_wgrad_compute": (None, False, True),
     "comm_overlap.overlap_moe_expert_parallel_comm": (None, False, True),
     "comm_overlap.overlap_param_gather_with_optimizer_step": (None, False, True),
+    "distributed.pp_size": (None, 1, 2),
 }
 
 
@@ -252,3 +256,76 @@ def default(name: str, minor: int, framework: str = "") -> Any:
     if value is ...:
         raise KeyError(name)
     return value
+
+
+@cache
+def _defaults_of(name: str) -> tuple[Any, ...]:
+    """Every default that upstream's versions and frameworks give a fact, as far as they are plain values."""
+    values = [value for _, value in FIELDS.get(name, ())] + [
+        table[name] for table in (SECTIONS, BESIDE, *BY_FRAMEWORK.values()) if name in table
+    ]
+    return tuple(value for value in values if value is not ... and value is not GONE)
+
+
+@cache
+def _kind(name: str) -> Callable[[Any], Any] | None:
+    """How conditions take a fact whose type they rely on; None for a fact that they only compare or test for truth.
+
+    A fact is a number, or a list of names, if each of its defaults and of the values worth trying is one, or None.
+    """
+    if name.startswith("env."):
+        return lambda value: value if value is None else str(value)
+    values = (*_defaults_of(name), *DOMAINS.get(name, ()))
+    types = {type(value) for value in values}
+    if name == "torch.current_device":
+        return None  # an index or a name
+    if types & {int, float} and types <= {int, float, type(None)}:
+        return (lambda value: None if value is None else _number(value)) if type(None) in types else _number
+    if name in PATTERNS:
+        return _text
+    if name in LISTS_OF_NAMES:
+        return _names
+    if types == {list}:
+        return lambda value: [] if value is None else _names(value)
+    return None
+
+
+# lists of names whose default is None, which says nothing about their type
+LISTS_OF_NAMES = ("recompute_modules", "offload_modules")
+# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
+# layer.
+PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(value)
+    try:
+        return int(value)
+    except ValueError:
+        return float(value)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(value)
+
+
+def _names(value: Any) -> Any:
+    if value is None or isinstance(value, (str, list, tuple)):
+        return value
+    raise ValueError(value)
+
+
+def as_read(name: str, value: Any) -> Any:
+    """The value of a fact as conditions take it: "2" in a launch script or in quotes is the number 2.
+
+    Raises:
+        ValueError: the value is not of the fact's type ("$PP", or None for a size that is never None), so that nothing
+            is known about the fact.
+    """
+    convert = _kind(name)
+    return value if convert is None else convert(value)

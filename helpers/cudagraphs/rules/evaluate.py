@@ -18,9 +18,6 @@ from cudagraphs.settings import Branch, Choice, Known, Settings, Source
 
 # A rule that is run more often than this to decide on branches and unknown facts is reported as undetermined.
 MAX_RUNS = 200
-# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
-# layer.
-PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
 
 
 class Reader(Mapping[str, Any]):
@@ -59,7 +56,10 @@ class Reader(Mapping[str, Any]):
             fact = fact.if_true if self.sides[fact.branch] else fact.if_false
         if isinstance(fact, Known):
             self.trace[name] = fact.source or self.trace.get(name)
-            return fact.value
+            try:
+                return defaults.as_read(name, fact.value)
+            except ValueError:
+                pass  # what was written says nothing about the value at run time: as good as unknown
         self.trace.setdefault(name, fact.source if fact is not None else None)
         if name in self.assumed:
             return self.assumed[name]
@@ -98,7 +98,7 @@ class Reader(Mapping[str, Any]):
         return tuple(name for name in missing if self[name] is not None and self[name] != defaults.ABSENT[name])
 
     def has_mamba(self) -> bool:
-        for name in PATTERNS:
+        for name in defaults.PATTERNS:
             if name in self.settings.facts and self[name] is not None:
                 return "M" in self[name]
         return bool(self["model.has_mamba"])
