@@ -187,7 +187,7 @@ def validate(arguments: argparse.Namespace) -> int:
         )
         return cli.CLEAN
     first = original.run(names[0]).settings
-    known = dict(setting(text, first.versions, first.framework == AUTOMODEL) for text in arguments.set)
+    known = dict(setting(text, first.versions, first.framework == AUTOMODEL, judged=True) for text in arguments.set)
     recipe = original
     fixed: dict[str, list[str]] = {}
     if arguments.fix:

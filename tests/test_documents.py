@@ -2,10 +2,12 @@
 """What the Markdown files say is true: limits, files, commands, settings and rule codes."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,24 @@ def test_commands_that_can_run_here_run(page, command, tmp_path):
         return
     done = subprocess.run(replaced, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), (command, done.stderr)
+
+
+def test_facts_in_the_example_are_read_and_judged(tmp_path, capsys):
+    import validate_constraints
+
+    (example,) = re.findall(r"^    framework: .*\n(?:    .*\n)+", text(ROOT / "references" / "pytorch.md"), re.M)
+    written = textwrap.dedent(example)
+    path = tmp_path / "facts.yaml"
+    path.write_text(written)
+    assert validate_constraints.main(["--facts", str(path), "--facts-only"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["functions"].values()
+    facts = {name: fact["value"] for name, fact in run["facts"].items()}
+    assert {name: facts.pop(name) for name in list(facts) if name.startswith("env.")}
+    assert facts == yaml.safe_load(written)["facts"] and len(facts) > 4
+    assert validate_constraints.main(["--facts", str(path)]) == 0
+    assert "no findings" in capsys.readouterr().out
+    path.write_text(written.replace("capturable: true", "capturable: false"))
+    assert validate_constraints.main(["--facts", str(path)]) == 1
 
 
 def test_every_helper_is_in_the_tables_and_explains_itself():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -434,7 +435,7 @@ def test_facts_in_neutral_names_follow_the_version(tmp_path):
     "text, reason",
     [
         ("[1]\n", "holds no facts"),
-        ("x: 1\n", "framework None is not one of"),
+        ("x: 1\n", "names no framework; add a line such as framework: pytorch"),
         ("framework: jax\n", "framework 'jax'"),
         ("framework: pytorch\nfacts: 3\n", "facts must be a mapping"),
         ("framework: pytorch\ncomplete: maybe\n", "complete must be"),
@@ -460,3 +461,60 @@ def test_framework_forces_the_reading(tmp_path):
     path = file_of(tmp_path, "model: {}\n", "x.yaml")
     assert open_recipe(path, LM, "nemo-automodel").format == "nemo-automodel"
     assert open_recipe(path, BRIDGE, "megatron-bridge").format == "megatron-bridge, YAML overrides"
+
+
+MISSPELT = {
+    "below facts": (
+        "framework: pytorch\nfacts:\n  torch.captur: partial\n",
+        "model_config.yaml:3: torch.captur: no rule asks for a fact of this name; did you mean torch.capture?",
+    ),
+    "nested": ("framework: pytorch\ntorch:\n  capture: whole\n  optimiser: AdamW\n", ":4: .* mean torch.optimizer?"),
+    "without its section": ("framework: pytorch\nfacts: {optimizer_in_graph: true}\n", "mean torch.optimizer_in_graph?"),
+    "at the top": ("framework: megatron-core\nnum_experts: 8\n", ":2: num_experts: .* mean num_moe_experts?"),
+    "with a list below it": (
+        "framework: megatron-core\nrecompute_module:\n  - mlp\n",
+        ":2: recompute_module: .* mean recompute_modules?",
+    ),
+    "a key of the format": ("framework: pytorch\nversion: {torch: 2.9}\n", ":2: version.torch: .* mean versions?"),
+    "a variable": ("framework: pytorch\nenv: {NCCL_GRAPH_REGSITER: 0}\n", "mean env.NCCL_GRAPH_REGISTER?"),
+    "near nothing": ("framework: pytorch\nzzz: 1\n", ":2: zzz: .*; correct the name, or remove the line"),
+    "a value of the kind of capture": (
+        "framework: pytorch\ntorch: {capture: whole}\n",
+        ":2: torch.capture 'whole' is not one of none, partial, full_iteration",
+    ),
+    "of AutoModel": ("framework: nemo-automodel\nbackend.cuda_graph.module: [attn]\n", "mean backend.cuda_graph.modules?"),
+}
+
+
+@pytest.mark.parametrize("text,message", MISSPELT.values(), ids=MISSPELT)
+def test_misspelt_facts_are_refused(tmp_path, capsys, text, message):
+    path = file_of(tmp_path, text)
+    assert validate_constraints.main(["--facts", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message.replace("?", r"\?"), line), line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "framework: pytorch\nenv: {PYTORCH_HIP_ALLOC_CONF: x, MY_VARIABLE: 1}\n",
+        "framework: nemo-automodel\nstep_scheduler.grad_acc_steps: 4\n",
+        "framework: megatron-core\nimpl: local\nmodel.num_moe_experts: 8\nmodel.has_mamba: false\n",
+    ],
+)
+def test_what_only_looks_misspelt_is_read(tmp_path, text):
+    open_facts(file_of(tmp_path, text), versions.resolve("pytorch"))
+
+
+def test_every_fact_that_a_rule_reads_is_a_name_that_facts_files_take():
+    sources = "".join(path.read_text() for path in Path(rules.__file__).parent.glob("*.py"))
+    read = set(re.findall(r'\bf\["([\w.]+)"\]', sources)) - set(rules.evaluate._DERIVED)
+    read |= set(re.findall(r'"(env\.[A-Z_]+)"', sources))
+    assert len(read) > 100
+    assert read <= rules.evaluate.defaults.fact_names()
+
+
+@pytest.mark.parametrize("given", ["torch.ddp=true", "torch.warmup_iterations=3", "model.has_mamba=true"])
+def test_any_fact_can_be_given_beside_a_facts_file(tmp_path, capsys, given):
+    path = file_of(tmp_path, "framework: pytorch\ntorch.capture: full_iteration\ntorch.ddp: true\n")
+    assert validate_constraints.main(["--facts", str(path), "--set", given]) in (0, 1), capsys.readouterr().err

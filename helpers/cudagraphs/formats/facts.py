@@ -6,7 +6,8 @@
 Keys: `framework` (one of the names that --framework takes; needed), `name`, `versions` (component to version, below
 what flags give), `facts` (fact name to value, nested or dotted), `env`, `complete` (false: what is not named is
 unknown, not the default). Everything else at the top is a fact too. `impl`, `modules` and `inference_scope` are taken
-as the graph settings under the names of the version.
+as the graph settings under the names of the version. A name that no rule asks for is refused, so that a misspelt fact
+does not pass for one that is left at its default.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cudagraphs.formats.selecting import in_effect, pick
 from cudagraphs.formats.source import SourceError, TextFile
 from cudagraphs.formats.yaml_file import YamlFile
 from cudagraphs.rules import defaults
-from cudagraphs.rules.base import MEGATRON
+from cudagraphs.rules.base import AUTOMODEL, MEGATRON
 from cudagraphs.settings import Fact, Known, Settings
 from cudagraphs.versions import DISTRIBUTIONS, VersionError, Versions, parse
 
@@ -36,6 +37,8 @@ FRAMEWORKS = (
     "deepspeed",
 )
 KEYS = ("framework", "name", "versions", "facts", "env", "complete")
+CAPTURES = ("none", "partial", "full_iteration")
+NEUTRAL = ("impl", "modules", "inference_scope")
 
 
 @dataclass
@@ -59,7 +62,14 @@ class FactsFile:
             )
         self.framework = framework or data.get("framework")
         if self.framework not in FRAMEWORKS:
-            raise SourceError(f"{path}: framework {data.get('framework')!r} is not one of {', '.join(FRAMEWORKS)}")
+            if self.framework is None:
+                raise SourceError(
+                    f"{path}: names no framework; add a line such as framework: pytorch, with one of "
+                    f"{', '.join(FRAMEWORKS)}"
+                )
+            raise SourceError(
+                f"{self._where('framework')}: framework {self.framework!r} is not one of {', '.join(FRAMEWORKS)}"
+            )
         for key in ("facts", "env", "versions"):
             if not isinstance(data.get(key, {}), dict):
                 raise SourceError(f"{self._where(key)}: {key} must be a mapping")
@@ -69,6 +79,44 @@ class FactsFile:
         self.versions = self._versions(versions, data.get("versions", {}))
         if self.framework != "megatron-bridge":
             self.versions = replace(self.versions, bridge=None)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raises SourceError for the first fact that no rule asks for, or whose value rules would not recognize."""
+        names = defaults.fact_names()
+        for path, node in self.places().items():
+            fact = self._fact_name(path)
+            if fact == "torch.capture" and self.document.construct(node) not in (None, *CAPTURES):
+                raise SourceError(
+                    f"{self.document.source(node)}: {path} {self.document.construct(node)!r} is not one of "
+                    f"{', '.join(CAPTURES)}"
+                )
+            if fact in names:
+                continue
+            near = self._near(path, fact)
+            if near is None and (fact.startswith("env.") or (self.framework == AUTOMODEL and "." in fact)):
+                continue  # an environment may hold anything, and AutoModel checks the paths of its YAML itself
+            place = self._path(path)
+            parent = self.document.entries(self.document.node(place[:-1]))
+            key = parent[place[-1]][0] if place[-1] in parent else node
+            hint = f"did you mean {near}? Correct" if near else "correct"
+            raise SourceError(
+                f"{self.document.source(key)}: {path}: no rule asks for a fact of this name; {hint} the name, or "
+                "remove the line"
+            )
+
+    def _near(self, path: str, fact: str) -> str | None:
+        """The name that is meant, None where none is near."""
+        import difflib
+
+        if fact.startswith("env."):
+            # PYTORCH_HIP_ALLOC_CONF is as near as 0.9 to another variable, two letters swapped are nearer
+            variables = [name.removeprefix("env.") for name in defaults.ENVIRONMENT]
+            near = difflib.get_close_matches(fact.removeprefix("env."), variables, 1, 0.93)
+            return f"env.{near[0]}" if near else None
+        names = (*sorted(defaults.fact_names()), *KEYS, *(NEUTRAL if self.framework in MEGATRON else ()))
+        near = difflib.get_close_matches(fact, names, 1, 0.75)
+        return (near or difflib.get_close_matches(path.partition(".")[0], KEYS, 1, 0.75) or [None])[0]
 
     def _where(self, key: str) -> str:
         node = self.document.node([key])
@@ -140,9 +188,7 @@ class FactsFile:
         if bare in defaults.FIELDS or bare in defaults.ABSENT:
             return bare
         modules = "cuda_graph_modules" if self.versions.minor >= 18 else "cuda_graph_scope"
-        return {"impl": "cuda_graph_impl", "modules": modules, "inference_scope": "inference_cuda_graph_scope"}.get(
-            path, path
-        )
+        return dict(zip(NEUTRAL, ("cuda_graph_impl", modules, "inference_cuda_graph_scope"))).get(path, path)
 
     def edited(self, name: str, overrides: Mapping[str, Any]) -> tuple["FactsFile", dict[str, str]]:
         """The facts with others in effect: changed where they stand, new ones under `facts`."""

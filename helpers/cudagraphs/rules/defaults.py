@@ -12,6 +12,11 @@ from cudagraphs.rules.normalize import implementations
 from cudagraphs.versions import NEWEST, parse
 
 NEWEST_MINOR = parse(NEWEST["mcore"])[1]
+# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
+# layer.
+PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
+# lists of names whose default is None, which says nothing about their type
+LISTS_OF_NAMES = ("recompute_modules", "offload_modules")
 
 # What fields of TransformerConfig hold in versions that do not have them yet (or any more), as far as conditions read
 # them.
@@ -237,6 +242,23 @@ def field_names(minor: int) -> frozenset[str]:
     )
 
 
+# environment variables of the training processes that rules ask for, and facts of AutoModel that have no default
+ENVIRONMENT = (
+    "env.CUDA_GRAPHS_USE_NODE_PRIORITY",
+    "env.NCCL_GRAPH_REGISTER",
+    "env.PYTORCH_ALLOC_CONF",
+    "env.PYTORCH_CUDA_ALLOC_CONF",
+)
+WITHOUT_DEFAULT = ("backend.cuda_graph", "backend.dispatcher", "model.hf_id", "model.provider", *PATTERNS)
+
+
+@cache
+def fact_names() -> frozenset[str]:
+    """Every name that a fact can have: fields of TransformerConfig in any version, and what rules ask for beside them."""
+    elsewhere = (name for table in BY_FRAMEWORK.values() for name in table)
+    return frozenset((*FIELDS, *ABSENT, *SECTIONS, *BESIDE, *DOMAINS, *elsewhere, *ENVIRONMENT, *WITHOUT_DEFAULT))
+
+
 def candidates(name: str, minor: int) -> tuple[Any, ...]:
     """Values to try for an unknown fact, () where no few values stand for all."""
     # any other value is as wrong as one that is none
@@ -288,13 +310,6 @@ def _kind(name: str) -> Callable[[Any], Any] | None:
     if types == {list}:
         return lambda value: [] if value is None else _names(value)
     return None
-
-
-# lists of names whose default is None, which says nothing about their type
-LISTS_OF_NAMES = ("recompute_modules", "offload_modules")
-# The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
-# layer.
-PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
 
 
 def _number(value: Any) -> int | float:
