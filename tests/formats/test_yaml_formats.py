@@ -468,7 +468,7 @@ MISSPELT = {
         "framework: pytorch\nfacts:\n  torch.captur: partial\n",
         "model_config.yaml:3: torch.captur: no rule asks for a fact of this name; did you mean torch.capture?",
     ),
-    "nested": ("framework: pytorch\ntorch:\n  capture: whole\n  optimiser: AdamW\n", ":4: .* mean torch.optimizer?"),
+    "nested": ("framework: pytorch\ntorch:\n  capture: partial\n  optimiser: AdamW\n", ":4: .* mean torch.optimizer?"),
     "without its section": ("framework: pytorch\nfacts: {optimizer_in_graph: true}\n", "mean torch.optimizer_in_graph?"),
     "at the top": ("framework: megatron-core\nnum_experts: 8\n", ":2: num_experts: .* mean num_moe_experts?"),
     "with a list below it": (
