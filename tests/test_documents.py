@@ -126,6 +126,34 @@ def test_commands_that_can_run_here_run(page, command, tmp_path):
     assert done.returncode in (0, 1), (command, done.stderr)
 
 
+def quoted_messages():
+    """(message, codes of its row) of the troubleshooting tables: texts in quotes, and names of errors."""
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| .* \|$", text(ROOT / "references" / "troubleshooting.md"), re.M)
+    return [
+        (quoted or name, re.findall(r"\bCG\d{3}\b", cause))
+        for symptom, cause in rows
+        for quoted, name in re.findall(r'^"(.*)"$|^(cudaError\w+|KeyError|TypeError: unexpected keyword)', symptom)
+    ]
+
+
+def test_troubleshooting_quotes_messages():
+    assert len(quoted_messages()) >= 11
+
+
+@pytest.mark.parametrize("message,codes", quoted_messages(), ids=lambda value: str(value)[:40])
+def test_a_quoted_message_leads_to_the_rules_that_it_is_listed_under(capsys, message, codes):
+    import validate_constraints
+
+    if message == "cudaErrorStreamCaptureUnsupported":
+        assert not codes, "any host synchronization ends in it: no rule in particular"
+        return
+    assert codes, message
+    assert validate_constraints.main(["--explain", message, "--json"]) == 0
+    found = [rule["code"] for rule in json.loads(capsys.readouterr().out)["rules"]]
+    assert set(codes) <= set(found), found
+    assert found[0] == codes[0]
+
+
 def test_facts_in_the_example_are_read_and_judged(tmp_path, capsys):
     import validate_constraints
 

@@ -180,7 +180,10 @@ RULES = (
         "no place "
         "where the local implementation's graphs of layers are managed.",
         source=f"{GRAPHS} (0.6+)",
-        upstream=("Megatron Bridge supports", "only for full-iteration CUDA graphs"),
+        upstream=(
+            'Megatron Bridge supports model.cuda_graph_impl="local" only for full-iteration CUDA graphs',
+            "only for full-iteration CUDA graphs",
+        ),
         bad=(
             Example({**TRACKED, "cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, NEW),
             Example({**TRACKED, "cuda_graph_impl": "local"}, NEW),
