@@ -141,10 +141,13 @@ class Loop:
 
 @dataclass
 class Case:
-    """`arms` hold the patterns as they are written, the body, and the offset."""
+    """`arms` hold the patterns as they are written, the body, the offset, and what ends the arm.
+
+    `;;` ends the command, `;&` goes on with the body of the next arm, `;;&` with the pattern of the next arm.
+    """
 
     subject: Word
-    arms: list[tuple[list[str], list["Node"], int]]
+    arms: list[tuple[list[str], list["Node"], int, str]]
     start: int
 
 
@@ -156,7 +159,8 @@ class Function:
 
 @dataclass
 class Group:
-    """`{ ... }`, or with `subshell` what runs in a process of its own: `( ... )` and each part of a pipeline."""
+    """`{ ... }`, or with `subshell` what runs in a process of its own: `( ... )`, each part of a pipeline, and what `&`
+    leaves to run beside the script."""
 
     body: list["Node"]
     subshell: bool = False
@@ -232,7 +236,9 @@ class _Parser:
         self.pending = []
 
     def operator(self) -> str:
-        return next((op for op in OPERATORS if self.text.startswith(op, self.at) and self.at < self.end), "")
+        found = next((op for op in OPERATORS if self.text.startswith(op, self.at) and self.at < self.end), "")
+        # `&> file` and `&>> file` redirect
+        return "" if found == "&" and self.peek(2) == "&>" else found
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -262,8 +268,9 @@ class _Parser:
                 return nodes
             before = self.at
             node = self.and_or()
+            self.blanks()
             if node is not None:
-                nodes.append(node)
+                nodes.append(Group([node], subshell=True) if self.operator() == "&" else node)
             if self.at == before:
                 self.at += 1
 
@@ -475,7 +482,7 @@ class _Parser:
         self.separators(frozenset())
         if self.text.startswith("in", self.at):
             self.at += 2
-        arms: list[tuple[list[str], list[Node], int]] = []
+        arms: list[tuple[list[str], list[Node], int, str]] = []
         while self.at < self.end:
             self.separators(frozenset())
             if self.reserved() == "esac" or self.at >= self.end:
@@ -488,9 +495,10 @@ class _Parser:
             patterns = [pattern.strip() for pattern in self.text[self.at : stop].lstrip("( ").split("|")]
             self.at = stop + 1
             body = self.sequence(frozenset({";;", ";&", ";;&", "esac"}))
-            arms.append((patterns, body, begin))
-            if self.operator() in (";;", ";&", ";;&"):
-                self.at += len(self.operator())
+            end = self.operator() if self.operator() in (";;", ";&", ";;&") else ";;"
+            arms.append((patterns, body, begin, end))
+            if self.operator() == end:
+                self.at += len(end)
         self.accept("esac")
         return Case(subject, arms, start)
 

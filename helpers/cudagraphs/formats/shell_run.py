@@ -306,7 +306,7 @@ class Run:
     def _case(self, node: Case, document: Document, state: State, index: int) -> State:
         if index == len(node.arms):
             return state
-        patterns, body, start = node.arms[index]
+        patterns, own, start, _ = node.arms[index]
         subject, soft = self._plain(self._pieces(node.subject.parts, document, state))
         matches: bool | None = None
         if subject is not None and not self._changes((node.subject,)):
@@ -314,11 +314,34 @@ class Run:
             for pattern in map(_case_pattern, patterns):
                 matches = _either(matches, None if pattern is None else fnmatch.fnmatchcase(subject, pattern))
         if "*" in patterns:
-            return self._collect(body, document, state)
+            matches, soft = True, False
+        last, body = index, list(own)
+        while node.arms[last][3] == ";&" and last + 1 < len(node.arms):
+            last += 1
+            body += node.arms[last][1]
         shown = [pattern.strip("\"'") for pattern in patterns]
         text = f"{document.text[node.subject.start : node.subject.end]} is {' or '.join(shown)}"
         rest = [Case(node.subject, node.arms[index + 1 :], node.start)]
+        tests_on = node.arms[last][3] == ";;&"
+        if tests_on and last == index:
+            # the patterns that follow are tried whether this one matched or not
+            state = self._fork(
+                None if soft else matches, matches, text, document.source(start), document, state, body, []
+            )
+            return state if state.dead else self._case(self._tested(node, body), document, state, index + 1)
+        if tests_on:
+            body.append(Case(self._tested(node, body).subject, node.arms[last + 1 :], node.start))
         return self._fork(None if soft else matches, matches, text, document.source(start), document, state, body, rest)
+
+    def _tested(self, node: Case, body: list[Node]) -> Case:
+        """The case whose patterns are tried after `body`: on the text that the subject had before it."""
+        used = {part.name for part in node.subject.parts if isinstance(part, Variable)}
+        if any(name.isdigit() for name in used):
+            used.add(ARGUMENTS)
+        if not used & {*_assigned(body)}:
+            return node
+        raw = Opaque("what `case` was given", True, node.subject.start)
+        return Case(replace(node.subject, parts=(raw,)), node.arms, node.start)
 
     def _fork(
         self,
@@ -671,6 +694,16 @@ class Run:
         current: list[Piece] = []
         open_word = False
         for part in parts:
+            items = self._elements(part, document, state)
+            if items is not None:
+                # what stands before joins the first element, what follows the last
+                for index, item in enumerate(items):
+                    if index:
+                        done.append(current)
+                        current = []
+                    current = [*current, *item.pieces]
+                open_word = open_word or bool(items)
+                continue
             pieces = self._pieces((part,), document, state)
             splits = isinstance(part, (Variable, Opaque)) and not part.quoted
             if not splits:
@@ -689,6 +722,21 @@ class Run:
         if current or open_word:
             done.append(current)
         return [Item(tuple(pieces)) for pieces in done]
+
+    def _elements(self, part: Part, document: Document, state: State) -> list[Item] | None:
+        """What a quoted `${A[@]}` inside of a word expands to; None for another part, and where it is no plain array.
+
+        Elements that stand on one side of a branch only join a word that cannot be told: one piece of unknown text.
+        """
+        if not (isinstance(part, Variable) and part.each and part.quoted and not part.star and not part.operator):
+            return None
+        value = state.variables.get(self._named(part.name))
+        if not isinstance(value, Array):
+            return None
+        if any(item.guards for item in value.items):
+            reason = f"the number of elements of ${{{part.name}[@]}} depends on a condition"
+            return [Item((Piece(None, document, part.start, literal=False, reason=reason, splits=True),))]
+        return list(value.items)
 
     def _pieces(self, parts: tuple[Part, ...], document: Document, state: State) -> list[Piece]:
         pieces: list[Piece] = []
@@ -951,7 +999,7 @@ def _assigned(nodes: list[Node]) -> list[str]:
             names += [node.variable] if node.variable else []
             names += _assigned([*node.condition, *node.body])
         elif isinstance(node, Case):
-            for _, body, _ in node.arms:
+            for _, body, _, _ in node.arms:
                 names += _assigned(body)
         else:
             names += _assigned(node.body)
