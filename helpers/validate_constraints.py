@@ -51,7 +51,8 @@ from cudagraphs.diff import unified_diff  # noqa: E402
 from cudagraphs.formats.source import write_atomically  # noqa: E402
 from cudagraphs.given import setting  # noqa: E402
 from cudagraphs.rules import REGISTRY, check, explain, graph_state  # noqa: E402
-from cudagraphs.rules.base import AUTOMODEL, Finding  # noqa: E402
+from cudagraphs.rules.base import AUTOMODEL, MEGATRON, Finding  # noqa: E402
+from cudagraphs.settings import Settings  # noqa: E402
 
 PROGRAM = "validate_constraints"
 # A mend can uncover the next finding; upstream's longest chain of asserts that depend on each other is four.
@@ -227,6 +228,35 @@ def fix(recipe: Recipe, name: str, known: Mapping[str, Any]) -> tuple[Recipe, li
     return recipe, mended
 
 
+def by_name(settings: Settings, findings: Sequence[Finding]) -> dict[str, Any] | None:
+    """What would stand if the model were of the kind that names tell, which apply_overrides.py goes by.
+
+    None where the recipe itself tells the kind, or no rule waits for it. A name is no proof, so it decides nothing here.
+    """
+    waiting = {name for finding in findings for name in finding.needs}
+    if settings.framework not in MEGATRON or not waiting & {"num_moe_experts", "model.has_mamba"}:
+        return None
+    from cudagraphs import families
+
+    family = families.infer(settings)
+    assumed = families.assume(settings, family)
+    taken = {name: fact.value for name, fact in assumed.facts.items() if fact is not settings.facts.get(name)}
+    if not waiting & set(taken):
+        return None
+    already = {finding.code for finding in findings if not finding.needs}
+    would = [f.code for f in check(assumed) if report.is_blocking(f) and f.code not in already]
+    reasons = [trait.reason for trait in (family.moe, family.mamba) if trait.how == "inferred"]
+    return {"kind": family.describe(), "reason": reasons[0], "facts": taken, "would_stand": list(dict.fromkeys(would))}
+
+
+def by_name_text(kind: Mapping[str, Any]) -> str:
+    codes = f"{', '.join(kind['would_stand'])} would stand" if kind["would_stand"] else "no error would stand"
+    return (
+        f"  kind of model: not told by the recipe; apply_overrides.py goes by {kind['kind']} ({kind['reason']}): "
+        f"as such {codes}"
+    )
+
+
 def show(
     arguments: argparse.Namespace,
     original: Recipe,
@@ -248,13 +278,15 @@ def show(
         functions = []
         for name in names:
             settings = recipe.run(name).settings.with_values(known)
+            own = [finding for owner, finding in results if owner == name]
             functions.append(
                 {
                     "name": name,
                     "state": report.state_json(graph_state(settings)),
                     "fixed": fixed.get(name, []),
                     "settings": report.settings_json(settings),
-                    "findings": [report.finding_json(finding, owner) for owner, finding in results if owner == name],
+                    "findings": [report.finding_json(finding, name) for finding in own],
+                    "by_name": by_name(settings, own),
                 }
             )
         cli.print_json(
@@ -290,6 +322,9 @@ def show(
             if not finding.needs:
                 print("\n".join(report.finding_text(finding)))
         print("".join(f"{line}\n" for line in report.undecided_text(own)), end="")
+        kind = by_name(settings, own)
+        if kind is not None:
+            print(by_name_text(kind))
         if not own:
             print("  no findings")
 

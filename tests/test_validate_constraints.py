@@ -361,3 +361,68 @@ def test_a_process_run_by_path_with_a_C_locale(tmp_path):
         [sys.executable, str(SCRIPT), str(path), *VERSIONS], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+NAMED = """
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import ConfigContainer
+
+
+def recipe():
+    cfg = ConfigContainer(model=AutoBridge.from_hf_pretrained({checkpoint}).to_megatron_provider())
+    cfg.model.cuda_graph_impl = "transformer_engine"
+    cfg.model.cuda_graph_modules = {scopes}
+    cfg.model.use_te_rng_tracker = True
+    cfg.rng.te_rng_tracker = True
+    {more}
+    return cfg
+"""
+MOE, DENSE = '"Qwen/Qwen3-30B-A3B"', '"meta-llama/Llama-3-8B"'
+
+
+@pytest.mark.parametrize(
+    "checkpoint,scopes,would",
+    [
+        (MOE, ["attn", "moe"], ["CG105"]),
+        (MOE, ["attn", "moe_router"], []),
+        (DENSE, ["attn", "moe_router"], ["CG103"]),
+    ],
+)
+def test_kind_that_the_name_tells_is_said_and_decides_nothing(tmp_path, capsys, checkpoint, scopes, would):
+    import apply_overrides
+    from cudagraphs import rules, versions
+    from cudagraphs.formats import open_recipe
+
+    path = tmp_path / "recipe.py"
+    path.write_text(NAMED.format(checkpoint=checkpoint, scopes=scopes, more=""))
+    flags = [str(path), "--bridge", "0.6.2"]
+    assert validate_constraints.main(flags) == 0
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if line.startswith("  kind of model:")]
+    assert checkpoint.strip('"') in line and line.endswith(f"{would[0]} would stand" if would else "no error would stand")
+    assert validate_constraints.main([*flags, "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["functions"]
+    assert run["by_name"]["would_stand"] == would
+    # the same that apply_overrides.py judges by
+    settings = open_recipe(path, versions.resolve(bridge="0.6.2")).run("recipe").settings
+    judged = apply_overrides.assumed(settings)
+    assert [f.code for f in rules.check(judged) if apply_overrides.report.is_blocking(f)] == would
+    given = "null" if checkpoint == DENSE else "128"
+    assert validate_constraints.main([*flags, "--set", f"num_moe_experts={given}"]) == (1 if would else 0)
+    assert "kind of model" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "checkpoint,scopes,more",
+    [
+        ("name", ["attn", "moe_router"], ""),
+        (MOE, ["attn", "moe_router"], "cfg.model.num_moe_experts = 8"),
+        (MOE, ["attn"], ""),
+    ],
+    ids=["no name", "told by the recipe", "no rule waits for it"],
+)
+def test_kind_is_not_spoken_of_where_nothing_hangs_on_it(tmp_path, capsys, checkpoint, scopes, more):
+    path = tmp_path / "recipe.py"
+    path.write_text(NAMED.format(checkpoint=checkpoint, scopes=scopes, more=more))
+    assert validate_constraints.main([str(path), "--bridge", "0.6.2"]) == 0
+    assert "kind of model" not in capsys.readouterr().out
