@@ -22,7 +22,7 @@ class Results(Protocol):
         """Whether nobody needs it any more."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """The memory, where it can be saved and put back."""
+        """Their memory, to save it and put it back. Asked of gradients only: activations are nobody's to list."""
 
 
 class SharedPool:
