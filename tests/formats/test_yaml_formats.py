@@ -469,7 +469,10 @@ MISSPELT = {
         "model_config.yaml:3: torch.captur: no rule asks for a fact of this name; did you mean torch.capture?",
     ),
     "nested": ("framework: pytorch\ntorch:\n  capture: partial\n  optimiser: AdamW\n", ":4: .* mean torch.optimizer?"),
-    "without its section": ("framework: pytorch\nfacts: {optimizer_in_graph: true}\n", "mean torch.optimizer_in_graph?"),
+    "without its section": (
+        "framework: pytorch\nfacts: {optimizer_in_graph: true}\n",
+        ":2: optimizer_in_graph: .* mean torch.optimizer_in_graph?",
+    ),
     "at the top": ("framework: megatron-core\nnum_experts: 8\n", ":2: num_experts: .* mean num_moe_experts?"),
     "with a list below it": (
         "framework: megatron-core\nrecompute_module:\n  - mlp\n",
@@ -482,7 +485,10 @@ MISSPELT = {
         "framework: pytorch\ntorch: {capture: whole}\n",
         ":2: torch.capture 'whole' is not one of none, partial, full_iteration",
     ),
-    "of AutoModel": ("framework: nemo-automodel\nbackend.cuda_graph.module: [attn]\n", "mean backend.cuda_graph.modules?"),
+    "of AutoModel": (
+        "framework: nemo-automodel\nbackend.cuda_graph.module: [attn]\n",
+        ":2: backend.cuda_graph.module: .* mean backend.cuda_graph.modules?",
+    ),
 }
 
 

@@ -95,6 +95,7 @@ def test_a_size_that_may_be_none_stays_none():
     assert defaults.as_read("optimizer.grad_norm_skip_threshold", "1e3") == 1000.0
     assert defaults.as_read("moe_layer_freq", "([0]*1+[1]*3)") == "([0]*1+[1]*3)"
     assert defaults.as_read("torch.current_device", "cuda:1") == "cuda:1"
+    assert defaults.as_read("backend.cuda_graph.modules", None) is None, "AutoModel rejects it, and a rule says so"
     with pytest.raises(ValueError):
         defaults.as_read("pipeline_model_parallel_size", None)
 

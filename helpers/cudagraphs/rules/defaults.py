@@ -15,6 +15,8 @@ NEWEST_MINOR = parse(NEWEST["mcore"])[1]
 # The fact that spells a hybrid model's layers out, one letter each, under its newer and older names. M is a Mamba
 # layer.
 PATTERNS = ("hybrid_layer_pattern", "model.hybrid_layer_pattern", "model.hybrid_override_pattern")
+# facts that are taken as they are written: a device is an index or a name, and a rule judges the type of the modules
+AS_WRITTEN = ("torch.current_device", "backend.cuda_graph.modules")
 # lists of names whose default is None, which says nothing about their type
 LISTS_OF_NAMES = ("recompute_modules", "offload_modules")
 
@@ -254,7 +256,7 @@ WITHOUT_DEFAULT = ("backend.cuda_graph", "backend.dispatcher", "model.hf_id", "m
 
 @cache
 def fact_names() -> frozenset[str]:
-    """Every name that a fact can have: fields of TransformerConfig in any version, and what rules ask for beside them."""
+    """Every name that a fact can have: fields of TransformerConfig in any version, and what else rules ask for."""
     elsewhere = (name for table in BY_FRAMEWORK.values() for name in table)
     return frozenset((*FIELDS, *ABSENT, *SECTIONS, *BESIDE, *DOMAINS, *elsewhere, *ENVIRONMENT, *WITHOUT_DEFAULT))
 
@@ -299,8 +301,8 @@ def _kind(name: str) -> Callable[[Any], Any] | None:
         return lambda value: value if value is None else str(value)
     values = (*_defaults_of(name), *DOMAINS.get(name, ()))
     types = {type(value) for value in values}
-    if name == "torch.current_device":
-        return None  # an index or a name
+    if name in AS_WRITTEN:
+        return None
     if types & {int, float} and types <= {int, float, type(None)}:
         return (lambda value: None if value is None else _number(value)) if type(None) in types else _number
     if name in PATTERNS:
