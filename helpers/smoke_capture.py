@@ -254,8 +254,6 @@ def _check_virtual(args: argparse.Namespace, shape: plan.Shape) -> None:
 
 def _check_output(args: argparse.Namespace) -> None:
     """The files that come last, before anything is captured for them."""
-    if args.plot and find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib (pip install matplotlib)")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is None or path == "-":
             continue
@@ -267,6 +265,8 @@ def _check_output(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} {path}: there is no folder {path.parent}; make it or give another file")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise UsageError(f"{option} {path}: the folder {path.parent} cannot be written to; give another file")
+    if args.plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib (pip install matplotlib)")
 
 
 def _agreed(here: ranks.Ranks, tag: str, work: Callable[[], Result]) -> Result:

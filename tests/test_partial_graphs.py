@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_graphs import FakeBackend, every_way  # noqa: F401
+from fake_graphs import FakeBackend
 from partial_graphs import (
     CaptureError,
     FallbackError,
@@ -79,7 +79,7 @@ def test_bounds_must_be_positive(options):
 # Recording and capture
 
 
-def test_recording_leaves_the_model_eager_and_capture_replays(every_way):
+def test_recording_leaves_the_model_eager_and_capture_replays():
     model = linear_stack()
     expected = copy.deepcopy(model)(torch.ones(2, 4))
     manager, backend = captured(model)
@@ -88,8 +88,7 @@ def test_recording_leaves_the_model_eager_and_capture_replays(every_way):
     assert torch.equal(model(torch.ones(2, 4)), expected)
     assert manager.stats() == {"captured": 3, "replayed": 3, "fallback": 0}
     assert backend.replays == 3
-    pools = 1 if every_way == "shared pool" else 3  # one a slot: forward and backward share it, neighbours do not
-    assert backend.pools == pools
+    assert backend.pools == 3, "one memory pool a slot: forward and backward share it, neighbours do not"
 
 
 def test_graphs_are_captured_in_the_order_of_the_calls_and_backwards_in_reverse():

@@ -183,7 +183,7 @@ def test_runs_on_two_gpus_are_missing_until_ranks_have_one_each(tmp_path):
     sharing = {
         "smoke": ("smoke-2gpu-pp2-shared.json", lambda document: document["parallel"].update(gpus=2)),
         "parallel": ("parallel-shared-gpu.json", lambda document: document["machine"].update(gpus=2)),
-        "faults": ("faults-shared.json", lambda document: document["configuration"].update(share_gpu=False)),
+        "faults": ("faults-shared-3d99f05.json", lambda document: document["configuration"].update(share_gpu=False)),
     }
     for kind, (name, alone) in sharing.items():
         document = json.loads((gpu / name).read_text())
@@ -194,16 +194,16 @@ def test_runs_on_two_gpus_are_missing_until_ranks_have_one_each(tmp_path):
         assert TWO_GPUS[kind] not in missing()
     assert not any(command in missing() for command in TWO_GPUS.values())
     one_rank = json.loads((gpu / "faults-h200.json").read_text())
-    (tmp_path / "gpu" / "faults-shared.json").unlink()
+    (tmp_path / "gpu" / "faults-shared-3d99f05.json").unlink()
     put(tmp_path, "gpu/faults-h200.json", one_rank)
     assert TWO_GPUS["faults"] in missing()
 
 
 def test_rows_of_ranks_that_share_a_gpu_are_to_be_run_as_such(tmp_path):
-    name = "faults-shared.json"
+    name = "faults-shared-3d99f05.json"
     put(tmp_path, f"gpu/{name}", json.loads((benchmark_report.EVALS / "results" / "gpu" / name).read_text()))
     missing = benchmark_report.report(tmp_path).partition("## What was not run")[2]
-    row = next(line for line in missing.splitlines() if "faults-shared.json" in line)
+    row = next(line for line in missing.splitlines() if "faults-shared-3d99f05.json" in line)
     assert "--share-gpu --out evals/results/gpu/faults-NAME.json`" in row
 
 

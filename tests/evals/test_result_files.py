@@ -26,7 +26,7 @@ KINDS = (
     "gpu/smoke-torch-launch.json",
     "gpu/partial-bench-9f90413.json",
     "gpu/parallel-shared-gpu.json",
-    "gpu/faults-shared.json",
+    "gpu/faults-shared-3d99f05.json",
 )
 ODD = {
     "empty": b"",
