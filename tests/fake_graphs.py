@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 
 import pytest
 import torch
 from cudagraphs.partial.recording import base_view
 from partial_graphs import PartialCudaGraphManager
-
-gc.freeze()  # every capture collects garbage twice; torch's own objects, most of the heap here, need no look
 
 
 @pytest.fixture(autouse=True, params=["copy nodes", "copies", "shared pool"])
