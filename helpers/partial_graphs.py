@@ -49,6 +49,7 @@ __all__ = ["CaptureError", "FallbackError", "PartialCudaGraphManager", "PartialG
            "StaleGraphError", "Unsupported"]
 
 logger = logging.getLogger("partial_graphs")
+is_compiling = torch.compiler.is_dynamo_compiling
 
 Canonicalize = Callable[[tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]
 
@@ -58,7 +59,7 @@ class PartialGraphEntry:
 
     Args:
         name: in messages and statistics.
-        target: the module; its `forward` is replaced while the manager is open.
+        target: the module; its `forward`, or what `module.compile()` made of it, is replaced while the manager is open.
         max_signatures: how many ways of calling it are captured; further ones run eagerly.
         canonicalize: `(args, kwargs) -> (args, kwargs)`, what the guards and the graph see of a call; where it raises,
             the call runs eagerly as it is.
@@ -78,8 +79,10 @@ class PartialGraphEntry:
         self.replay_count = 0
         self.fallbacks: Counter[str] = Counter()
         self.prepaid: tuple | None = None  # the share of a replayed chain that the next call may take
-        self.original_forward = target.forward
-        self._had_own_forward = "forward" in vars(target)
+        # A module that was compiled in place (`module.compile()`) does not come to its `forward` when it is called.
+        self.way_in = "forward" if getattr(target, "_compiled_call_impl", None) is None else "_compiled_call_impl"
+        self.original_forward = getattr(target, self.way_in)
+        self._had_own_forward = self.way_in in vars(target)
 
     @property
     def fallback_count(self) -> int:
@@ -109,14 +112,14 @@ class PartialGraphEntry:
         It is bound to the module, so that a deep copy or an unpickled copy of the module is recognised as another one.
         """
         forward.__name__ = "forward"
-        self.target.forward = types.MethodType(forward, self.target)
+        setattr(self.target, self.way_in, types.MethodType(forward, self.target))
 
     def restore(self) -> None:
         """Make the target eager again. Safe to call again."""
         if self._had_own_forward:
-            self.target.forward = self.original_forward
+            setattr(self.target, self.way_in, self.original_forward)
         else:
-            vars(self.target).pop("forward", None)
+            vars(self.target).pop(self.way_in, None)
 
 
 class PartialCudaGraphManager:
@@ -257,7 +260,8 @@ class PartialCudaGraphManager:
         self._stop_recording()
         missing = tuple(entry.name for entry in self.entries if not entry.signatures)
         if missing:
-            raise PartialGraphError(f"every entry must have an iteration-0 sample before capture; missing: {missing}")
+            raise PartialGraphError(f"every entry must have an iteration-0 sample before capture; missing: {missing} (calls "
+                                    "from inside of what torch.compile compiled are not seen)")
         if hasattr(self._backend, "slot"):
             planned = capture_through(self.entries, self._backend, self.max_slots)
         else:
@@ -358,6 +362,8 @@ class PartialCudaGraphManager:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is not entry.target:
                 return type(module).forward(module, *args, **kwargs)
+            if is_compiling():  # a model around it: what is traced now must not depend on this call
+                return entry.original_forward(*args, **kwargs)
             try:
                 seen = entry.seen(args, kwargs)
             except Exception:  # noqa: BLE001 - a canonicalizer of the caller; the call stays as it is
@@ -385,6 +391,8 @@ class PartialCudaGraphManager:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is not target:
                 return type(module).forward(module, *args, **kwargs)
+            if is_compiling():
+                return entry.original_forward(*args, **kwargs)
             paid = entry.prepaid
             if paid is not None:
                 entry.prepaid = None

@@ -261,7 +261,7 @@ def test_a_hang_is_asked_for_its_stacks_and_killed(tmp_path):
     assert done.returncode == 1 and row["hang"] and row["exit_code"] == -9 and row["survivor_codes"] == [None]
     assert row["verdict"] == "hang" and "| hang in " in summary(result)
     for frame in (frame for r in result["rows"] for frame in r["hung_in"]["0"]):
-        assert re.fullmatch(r"\S+ \([\w.]+:\d+\)", frame) or "no Python frame" in frame
+        assert re.fullmatch(r"\S+ \(([\w.]+|<[\w ]+>):\d+\)", frame) or "no Python frame" in frame
 
 
 def test_usage_errors(tmp_path):

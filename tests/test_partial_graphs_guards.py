@@ -276,7 +276,6 @@ class Options:
 
 @pytest.mark.parametrize(("argument", "message"), [
     (Cache(), "Cache that holds tensors"),
-    (nn.Linear(2, 2), "is a module"),
     ({1, 2}, "is a set"),
     (iter([1]), "cannot be guarded"),
     (torch.ones(2).to_sparse(), "layout"),

@@ -20,6 +20,7 @@ A backend has these members; the tests bring one of their own that runs on the C
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,22 @@ from cudagraphs.partial import copy_nodes
 from cudagraphs.partial.copy_nodes import CopyNode
 
 _side_streams: dict[int, torch.cuda.Stream] = {}
+
+
+@contextlib.contextmanager
+def _transformer_engine_knows() -> Iterator[None]:
+    """Tell Transformer Engine that a capture is under way, as its own `make_graphed_callables` does (pytorch/graph.py,
+    2.20): it keeps away from kernels that go wrong in a graph, such as cuDNN's attention backward before 9.15.1 with a
+    sequence length that is no multiple of 128, which computed nonsense or read outside of its memory."""
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or graph.is_graph_capturing():
+        yield
+        return
+    graph.set_capture_start()
+    try:
+        yield
+    finally:
+        graph.set_capture_end()
 
 
 class CudaGraph:
@@ -71,7 +88,7 @@ class CudaBackend:
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side), _transformer_engine_knows():
             yield
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 

@@ -15,11 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from cudagraphs.partial.errors import Unsupported
 from cudagraphs.partial.guards import PLAIN_TYPES, TENSOR_TYPES, attribute_snapshot, compile_expression
 from cudagraphs.partial.recording import Signature, version_of
+from cudagraphs.partial.saved import donors, keeping_graphs, runs_once
 
+METADATA = frozenset(getattr(torch.Tensor, name) for name in (
+    "device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"))
 WARMUPS = 3  # eager runs before capture: lazy initialisation, autotuning, then one that is analysed
 
 
@@ -71,19 +76,18 @@ class Body:
     def prepared(self, signature: Signature) -> Iterator[None]:
         """Aliases in place of parameters, and the modes of the recorded call."""
         originals = [(holder, name, holder[name]) for holder, name, _ in self._places]
-        modules = list(self.target.modules())
-        training = [module.training for module in modules]
+        training = [(module, module.training) for module, _ in signature.training]
         ambient = signature.ambient
         try:
             for holder, name, position in self._places:
                 holder[name] = self.aliases[position]
-            for module, flag in zip(modules, signature.training):
+            for module, flag in signature.training:
                 module.training = flag
             with torch.autocast(signature.call.device_type, dtype=ambient.autocast_dtype, enabled=ambient.autocast,
                                 cache_enabled=False), torch.set_grad_enabled(ambient.grad and not ambient.inference):
                 yield
         finally:
-            for module, flag in zip(modules, training):
+            for module, flag in training:
                 module.training = flag
             for holder, name, parameter in originals:
                 holder[name] = parameter
@@ -185,6 +189,8 @@ class Analysis:
         reaches: for each differentiable input, the outputs (as positions in `trainable`) it depends on.
         lean: positions in `trainable` that the usual backward covers; None for all of them.
         stateful: the forward drew random numbers or changed a buffer.
+        consuming: a replay of the backward takes apart what the forward left for it: another one cannot follow.
+        repeatable: several backwards can be captured from one forward.
     """
 
     plan: OutputPlan
@@ -195,6 +201,8 @@ class Analysis:
     reaches: list[frozenset[int]] = field(default_factory=list)
     lean: list[int] | None = None
     stateful: bool = False
+    consuming: bool = False
+    repeatable: bool = True
 
 
 def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
@@ -204,9 +212,12 @@ def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
         Unsupported: for host synchronisation, results that alias inputs or module state, changed inputs, rebound
             attributes, and trainable tensors that are neither inputs nor parameters.
     """
-    statics = signature.statics
+    statics, given = signature.statics, signature.call.modules
+    if given:
+        _check_given(body, signature)
     for _ in range(WARMUPS - 1):
         outputs, _ = body.run(signature, statics)
+        donating = bool(donors(outputs))  # not under the hooks below: what they see, torch.compile compiles another time
         _gradients(outputs, body.differentiable(statics))
     del outputs
     saved: set[int] = set()
@@ -215,7 +226,7 @@ def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
         saved.add(tensor.untyped_storage()._cdata)
         return tensor.detach()
 
-    attributes = attribute_snapshot(body.target)
+    attributes = attribute_snapshot(body.target, given)
     versions = [version_of(static) for static in statics]
     buffers, random_state = body.buffer_versions(), backend.rng_state()
     try:
@@ -238,12 +249,19 @@ def warm_up(body: Any, signature: Signature, backend: Any) -> Analysis:
     trainable = [index for index, output in enumerate(outputs) if output.requires_grad]
     analysis = Analysis(plan, len(outputs), trainable)
     analysis.stateful = buffers != body.buffer_versions() or not torch.equal(random_state, backend.rng_state())
+    analysis.repeatable = not runs_once(outputs)
+    analysis.consuming = donating or not analysis.repeatable
     analysis.saved_outputs = [i for i, output in enumerate(outputs) if output.untyped_storage()._cdata in saved]
     analysis.saved_inputs = [i for i, static in enumerate(statics) if static.untyped_storage()._cdata in saved]
+    reached = []
     try:
         with backend.forbid_sync():
-            reached = [[gradient is not None for gradient in _gradients([outputs[index]], inputs)]
-                       for index in trainable]
+            for index in trainable:
+                if reached:  # a backward may take its graph apart
+                    outputs = body.run(signature, statics)[0]
+                reached.append([gradient is not None for gradient in _gradients([outputs[index]], inputs)])
+            if trainable and analysis.repeatable and not _runs_again(outputs[trainable[-1]], inputs):
+                analysis.repeatable, analysis.consuming = False, True
     except RuntimeError as error:
         if "synchronizing" in str(error).lower():
             raise Unsupported(f"backward waits for the device on the host ({error})") from error
@@ -258,21 +276,68 @@ def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[
     trainable = [output for output in outputs if output.requires_grad]
     if not trainable or not inputs:
         return [None] * len(inputs)
-    return list(torch.autograd.grad(trainable, inputs, [torch.zeros_like(output) for output in trainable],
-                                    retain_graph=True, allow_unused=True))
+    with keeping_graphs(trainable):
+        return list(torch.autograd.grad(trainable, inputs, [torch.zeros_like(output) for output in trainable],
+                                        retain_graph=True, allow_unused=True))
+
+
+def _runs_again(output: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
+    try:
+        _gradients([output], inputs)
+    except Exception:  # whatever an autograd function says that has let go of what it saved
+        return False
+    return True
 
 
 def _check_side_effects(body: Body, signature: Signature, attributes: dict[str, Any], versions: list[int]) -> None:
     for path, static, version in zip(signature.call.paths, signature.statics, versions):
         if version_of(static) != version:
             raise Unsupported(f"forward changes {path} in place, which a graph would do to its own copy only")
-    now = attribute_snapshot(body.target)
+    now = attribute_snapshot(body.target, signature.call.modules)
     for name in attributes.keys() | now.keys():
         if name not in now or name not in attributes:
             raise Unsupported(f"forward adds or removes the attribute {name!r}")
         old, new = attributes[name], now[name]
         if old is not new and not (isinstance(new, PLAIN_TYPES) and type(old) is type(new) and old == new):
             raise Unsupported(f"forward rebinds the attribute {name!r}, which a replay would leave as it is")
+
+
+def _check_given(body: Any, signature: Signature) -> None:
+    """Run once on modules that come as arguments: it must not read their parameters, which are not the graph's and may
+    move (FSDP), nor change their buffers."""
+    given = signature.call.modules
+    own = {id(parameter) for parameter in (*body.parameters, *body.aliases)}
+    parameters = {id(parameter): f"{where}.{name}" for where, module in given
+                  for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) not in own}
+    buffers = [(f"{where}.{name}", buffer, version_of(buffer), buffer.detach().clone())
+               for where, module in given for name, buffer in module.named_buffers()]
+    try:
+        with _Readers(parameters):
+            body.run(signature, signature.statics)
+    finally:
+        changed = [name for name, buffer, version, _ in buffers if version_of(buffer) != version]
+        with torch.no_grad():
+            for _, buffer, version, value in buffers:
+                if version_of(buffer) != version:
+                    buffer.copy_(value)
+    if changed:
+        raise Unsupported(f"forward changes {changed[0]}, a buffer of a module that it is called with")
+
+
+class _Readers(TorchFunctionMode):
+    """Refuses what reads one of `parameters` (id to name); to ask one for its shape and the like is no reading."""
+
+    def __init__(self, parameters: dict[int, str]):
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None):
+        if not (getattr(function, "__name__", "") == "__get__" and getattr(function, "__self__", None) in METADATA):
+            for value in tree_leaves((args, kwargs)):
+                name = self._parameters.get(id(value))
+                if name is not None:
+                    raise Unsupported(f"forward reads {name}, a parameter of a module that it is called with")
+        return function(*args, **(kwargs or {}))
 
 
 def _check_leaves(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:

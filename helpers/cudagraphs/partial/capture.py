@@ -101,8 +101,10 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                         if replica < min(item.signature.depth, max_slots):
                             current = item.entry.name
                             # Eager where its recomputation is a replay, or the other way round, is an error of
-                            # torch's; in a pool of its own a slot is free whenever it was while recording.
-                            pool = None if item.signature.recomputed else shared
+                            # torch's; in a pool of its own a slot is free whenever it was while recording. And a
+                            # backward that frees what the forward left makes room for others where they must not be.
+                            alone = item.signature.recomputed or not item.analysis.repeatable
+                            pool = None if alone else shared
                             _capture_forward(item, replica, variants, backend, pool)
                 for replica in reversed(range(depth)):
                     for item in reversed(captured):
@@ -128,6 +130,9 @@ def capture_through(entries: Iterable[Any], backend: Any, max_slots: int) -> lis
                           if signature.refusal is None), key=lambda pair: pair[0].order)
         for signature, entry in ordered:
             current = entry.name
+            if signature.call.modules:
+                signature.refuse(f"{signature.call.modules[0][0]} is a module, which this backend cannot look into")
+                continue
             variant = Variant(signature, SimpleNamespace(target=entry.target, copied=False), None, backend.stream)
             variant.add_checks = backend.add_checks
             planned.append(Planned(entry, signature, None, variant))
@@ -183,7 +188,8 @@ def _give_accumulators(planned: list[Planned]) -> None:
             owners.setdefault(id(parameter), set()).add(id(body))
     for item in planned:
         body = item.variant.body
-        if item.follows or body.copied or not item.analysis.trainable or item.signature.depth > 1:
+        if (item.follows or body.copied or not item.analysis.trainable or not item.analysis.repeatable
+                or item.signature.depth > 1):
             continue
         trainable = [parameter for parameter, alias in zip(body.parameters, body.aliases) if alias.requires_grad]
         reached = item.analysis.reaches[len(item.analysis.reaches) - len(trainable):]

@@ -139,12 +139,13 @@ def chain_analysis(members: list[Member], analysis: Analysis) -> Analysis:
     """Let the usual backward cover the last member's outputs only: the others are used inside the chain.
 
     Not where a parameter or an input is reached through an earlier member's output alone (an auxiliary loss): the
-    usual backward would have no place for its gradient, and the full one writes where the usual one did.
+    usual backward would have no place for its gradient, and the full one writes where the usual one did. Not where
+    only one backward can be captured either.
     """
     last = members[-1]
     lean = [position for position, index in enumerate(analysis.trainable) if index >= last.offset]
     covered = all(not reached or reached & set(lean) for reached in analysis.reaches)
-    analysis.lean = lean if covered and len(lean) < len(analysis.trainable) else None
+    analysis.lean = lean if covered and analysis.repeatable and len(lean) < len(analysis.trainable) else None
     return analysis
 
 

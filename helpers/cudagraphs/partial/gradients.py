@@ -297,12 +297,16 @@ def make_backward(slot: Any) -> Callable[[tuple, list[int] | None], tuple]:
         if grad_enabled():
             raise StaleGraphError(f"{slot.name}: create_graph=True needs a second derivative, which a captured "
                                   "backward does not have; close the manager or leave this module out")
+        again = keeps_graph()
+        if again and analysis.consuming:
+            raise StaleGraphError(f"{slot.name}: retain_graph=True needs a backward that leaves what it reads as it is; "
+                                  "this one does not, as it is Transformer Engine's or torch.compile's (donated buffers, "
+                                  "off with torch._functorch.config.donated_buffer = False before the first step)")
         full = False
         for index in beyond:
             if gradients[index] is not None:
                 full = True
         kept = fill_all(gradients) if full else fill_lean(gradients)
-        again = keeps_graph()
         fresh = None
         if accumulators is not None:
             accumulators.accumulate(write_all if full else write, None if full else add, without_gradient(gradients)[0])

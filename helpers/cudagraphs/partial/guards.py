@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +154,7 @@ class CallGuard:
     Attributes:
         tensors: the distinct tensors of the sample, in order of first use.
         paths: where each of them was first seen, such as `args[0]`.
+        modules: the modules among the arguments, with where they were seen.
 
     Raises:
         Unsupported: where an argument cannot be guarded or copied faithfully.
@@ -164,6 +165,7 @@ class CallGuard:
         self.builder = GuardBuilder()
         self.tensors: list[torch.Tensor] = []
         self.paths: list[str] = []
+        self.modules: list[tuple[str, nn.Module]] = []
         self._rebuild_constants: list[Any] = []
         self.builder.check("structure", "args", f"len(args) == {len(args)}")
         self.builder.check("structure", "kwargs", f"len(kwargs) == {len(kwargs)}")
@@ -228,8 +230,10 @@ class CallGuard:
             self._check_opaque(value, expression, where)
 
     def _check_opaque(self, value: Any, expression: str, where: str) -> None:
-        if isinstance(value, nn.Module):
-            raise Unsupported(f"{where} is a module ({type(value).__name__}); its parameters could not be guarded")
+        if isinstance(value, nn.Module):  # what it holds is watched by `add_state_checks`, once it is captured
+            self.builder.check("argument", where, f"{expression} is {self.builder.constant(value)}")
+            self.modules.append((where, value))
+            return
         if isinstance(value, (types.GeneratorType, set, bytearray)) or hasattr(value, "__next__"):
             raise Unsupported(f"{where} is a {type(value).__name__}; its content cannot be guarded")
         attributes = None
@@ -325,21 +329,25 @@ class Ambient:
         build.check("transform", "torch.func transform", "transforms() is False")
 
 
-def training_flags(target: nn.Module) -> tuple[bool, ...]:
-    return tuple(module.training for module in target.modules())
+def training_flags(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
+    """Each of the modules, and of those inside them, with its mode."""
+    return [(module, module.training) for one in modules for module in one.modules()]
 
 
 def add_training_checks(build: GuardBuilder, target: nn.Module) -> None:
     for name, module in target.named_modules():
-        build.check("training mode", name or "module", f"{build.constant(vars(module))}['training'] is "
-                                                       f"{module.training}")
+        state = f"{build.constant(vars(module))}['training']"
+        if "training" not in vars(module):  # torch.compile's wrapper looks at the module inside
+            state = f"{build.constant(module)}.training"
+        build.check("training mode", name or "module", f"{state} is {module.training}")
 
 
 def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameters: bool) -> None:
     """Watch all that a graph of `target` bakes in: storage of parameters, buffers and tensor attributes, plain
     attributes, submodules, and hooks on submodules (hooks on the target itself run eagerly around the graph).
 
-    With `copied_parameters` the parameters are copied into the graph at every call, so their address may change.
+    With `copied_parameters` the parameters are copied into the graph at every call, or not read by it, so their address
+    may change.
     """
     build.check("hooks", "global module hooks", "not (" + " or ".join(build.constant(h) for h in GLOBAL_HOOKS) + ")")
     for name, module in target.named_modules():
@@ -366,7 +374,7 @@ def add_state_checks(build: GuardBuilder, target: nn.Module, *, copied_parameter
                 continue
             if isinstance(value, torch.Tensor) and not keeps_call_state(module):
                 _check_storage(build, "tensor attribute", f"{label}.{key}", f"{state}[{key!r}]", value)
-            elif isinstance(value, (bool, int, float, str, type(None))) and not keeps_call_state(module):
+            elif isinstance(value, PLAIN_TYPES) and not keeps_call_state(module):
                 constant, now = build.constant(value), f"{state}[{key!r}]"
                 build.check("attribute", f"{label}.{key}", f"({now} is {constant} or {now} == {constant})")
 
@@ -388,20 +396,22 @@ def _check_storage(build: GuardBuilder, reason: str, where: str, expression: str
             build.check("requires_grad", where, f"{constant}.requires_grad is {value.requires_grad}")
 
 
-def attribute_snapshot(target: nn.Module) -> dict[str, Any]:
-    """Every attribute of `target` and its submodules that a forward pass could rebind, keyed by dotted name; containers
-    also with their length, since a forward pass may grow them without rebinding anything."""
+def attribute_snapshot(target: nn.Module, given: Sequence[tuple[str, nn.Module]] = ()) -> dict[str, Any]:
+    """Every attribute of `target`, of the modules it is given as arguments and of their submodules that a forward pass
+    could rebind, keyed by dotted name; containers also with their length, since a forward pass may grow them without
+    rebinding anything."""
     snapshot: dict[str, Any] = {}
-    for name, module in target.named_modules():
-        if keeps_call_state(module):
-            continue
-        for key, value in vars(module).items():
-            if key in MODULE_INTERNALS:
+    for where, owner in (("", target), *given):
+        for name, module in owner.named_modules():
+            if keeps_call_state(module):
                 continue
-            label = f"{name}.{key}" if name else key
-            snapshot[label] = value
-            if isinstance(value, (list, dict, set)):
-                snapshot[f"len({label})"] = len(value)
+            for key, value in vars(module).items():
+                if key in MODULE_INTERNALS:
+                    continue
+                label = ".".join(part for part in (where, name, key) if part)
+                snapshot[label] = value
+                if isinstance(value, (list, dict, set)):
+                    snapshot[f"len({label})"] = len(value)
     return snapshot
 
 

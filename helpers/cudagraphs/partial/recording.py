@@ -39,7 +39,8 @@ class Signature:
     def __init__(self, call: CallGuard, target: nn.Module, ambient: Ambient, order: int):
         self.call = call
         self.ambient = ambient
-        self.training = training_flags(target)
+        given = [module for _, module in call.modules]
+        self.training = training_flags((target, *given))
         self.order = order
         self.statics = [static_copy(tensor) for tensor in call.tensors]
         self.requires_grad = [tensor.requires_grad for tensor in call.tensors]
@@ -54,7 +55,8 @@ class Signature:
         call.tensors.clear()  # the copies stand for them from here on
         builder = call.builder.copy()
         ambient.add_checks(builder, call.device_type)
-        add_training_checks(builder, target)
+        for module in (target, *given):
+            add_training_checks(builder, module)
         self.builder = builder
         self.guard: Guard = builder.build()
         self.live: list[LiveCall] = []

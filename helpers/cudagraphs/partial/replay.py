@@ -23,6 +23,7 @@ from cudagraphs.partial.gradients import Accumulators, make_backward, storage_co
 from cudagraphs.partial.guards import Guard, GuardBuilder, add_hook_checks, add_state_checks
 from cudagraphs.partial.pools import SharedPool
 from cudagraphs.partial.recording import Signature, broadcast_index, static_copy
+from cudagraphs.partial.saved import keeping_graphs
 
 LARGE = 1 << 20  # bytes; a copy of that size is no longer a matter of launching it
 
@@ -120,9 +121,11 @@ class Slot:
         receiving = [at for at, reached in enumerate(self.analysis.reaches) if at >= split and reached]
 
         def gradients(outputs: list[torch.Tensor], positions: list[int]) -> list[torch.Tensor | None]:
-            return list(torch.autograd.grad([outputs[trainable[position]] for position in positions], differentiable,
-                                            [grad_outputs[position] for position in positions], retain_graph=True,
-                                            allow_unused=True))
+            reached = [outputs[trainable[position]] for position in positions]
+            with keeping_graphs(reached):
+                return list(torch.autograd.grad(reached, differentiable,
+                                                [grad_outputs[position] for position in positions], retain_graph=True,
+                                                allow_unused=True))
 
         def stored(outputs: list[torch.Tensor], positions: list[int], put: Callable[..., Any],
                    put_all: Callable[..., Any]) -> list[torch.Tensor | None]:
@@ -504,6 +507,8 @@ class Variant:
         """All checks of the signature, its module and the ambient state. `home` is the stream replays must run on."""
         builder = self.signature.builder.copy()
         add_state_checks(builder, self.body.target, copied_parameters=self.body.copied)
+        for _, module in self.signature.call.modules:
+            add_state_checks(builder, module, copied_parameters=True)
         if self.accumulators is not None:
             add_hook_checks(builder, self.accumulators.parameters)
         builder.check("stream", "current stream", f"{builder.constant(self._stream)}() == {builder.constant(home)}")
