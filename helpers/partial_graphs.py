@@ -134,7 +134,7 @@ class PartialCudaGraphManager:
         entries: what to capture; see also `from_modules` and `from_model_parts`.
         strict: raise `FallbackError` instead of running a call eagerly.
         max_slots: how many calls of one signature may be in flight at once, at most; a slot holds the activations of
-            one call. As many are made as the recording saw alive at once.
+            one call. As many are made as the recording saw alive at once, and one more than it saw kept at its end.
         merge: make one graph of neighbouring entries where nothing runs between them. Entries that draw random numbers
             or change buffers are left alone.
         accumulate_in_graph: let the graphs themselves write and add to the parameters' `.grad`. Autograd then never
@@ -143,7 +143,8 @@ class PartialCudaGraphManager:
             where a parameter has hooks or is used by two entries, where several calls are in flight, and under a
             process group with more than one member.
         share_pool: one memory pool for all entries, in capture order, and not one for each. That needs less memory,
-            but a call is eager while results of any entry captured after it are kept, such as the last one's output.
+            but a call is eager while results of an entry captured after it are kept. Entries whose results were kept
+            when the recording ended, such as the last one's output, have a pool of their own all the same.
         backend: how to capture; torch's CUDA graphs unless given.
     """
 
@@ -262,6 +263,9 @@ class PartialCudaGraphManager:
         if missing:
             raise PartialGraphError(f"every entry must have an iteration-0 sample before capture; missing: {missing} (calls "
                                     "from inside of what torch.compile compiled are not seen)")
+        for entry in self.entries:
+            for signature in entry.signatures:
+                signature.count_kept()
         if hasattr(self._backend, "slot"):
             planned = capture_through(self.entries, self._backend, self.max_slots)
         else:

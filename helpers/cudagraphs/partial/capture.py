@@ -103,7 +103,9 @@ def capture_all(entries: Iterable[Any], backend: Any, max_slots: int, merge: boo
                             # Eager where its recomputation is a replay, or the other way round, is an error of
                             # torch's; in a pool of its own a slot is free whenever it was while recording. And a
                             # backward that frees what the forward left makes room for others where they must not be.
-                            alone = item.signature.recomputed or not item.analysis.repeatable
+                            # While results are kept, nothing captured before them may be replayed in their pool.
+                            alone = (item.signature.recomputed or item.signature.kept
+                                     or not item.analysis.repeatable)
                             pool = None if alone else shared
                             _capture_forward(item, replica, variants, backend, pool)
                 for replica in reversed(range(depth)):

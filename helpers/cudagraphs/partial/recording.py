@@ -32,6 +32,7 @@ class Signature:
         depth: largest number of calls alive at once, at least 1.
         refusal: why no graph can stand for this call, or None.
         calls: recorded calls.
+        kept: whether the caller still held results of such a call when the recording ended.
         recomputed: whether one of them ran under hooks on saved tensors, as in activation checkpointing, where a
             replay and its recomputation have to be of the same kind.
     """
@@ -51,6 +52,7 @@ class Signature:
         self.depth = 1
         self.refusal: str | None = None
         self.calls = 0
+        self.kept = False
         self.recomputed = False
         call.tensors.clear()  # the copies stand for them from here on
         builder = call.builder.copy()
@@ -63,6 +65,13 @@ class Signature:
 
     def refuse(self, reason: str) -> None:
         self.refusal = self.refusal or reason
+
+    def count_kept(self) -> None:
+        """At the end of the recording: what is alive now, such as an output in a variable of the training loop, will be
+        when the next step begins, and a call then needs another slot."""
+        alive = sum(call.alive() for call in self.live)
+        self.kept = alive > 0
+        self.depth = max(self.depth, alive + 1)
 
 
 def static_copy(tensor: torch.Tensor) -> torch.Tensor:
