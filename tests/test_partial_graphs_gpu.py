@@ -500,3 +500,66 @@ def test_gradients_through_the_second_output_of_a_merged_entry(accumulate, use_a
 @MODES
 def test_gradients_that_are_expanded_tensors(mode):
     assert_equal_training(Layers().cuda(), mode, expanded_step, backend=CudaBackend)
+
+
+@torch.compile
+def fused(x, scale):
+    return torch.tanh(torch.sin(x) * torch.exp(scale)).square()
+
+
+class Fused(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(64, 64), nn.Parameter(torch.rand(64))
+        self.function = inner
+
+    def forward(self, x):
+        return x + self.function(self.inner(x), self.scale)
+
+
+def compiled_step(model, seed):
+    results = []
+    for index in range(2):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * seed + index)).cuda().requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward()
+        results += [loss.detach().clone(), x.grad]
+    return results
+
+
+@pytest.mark.parametrize("way, mode", [("function", {}), ("function", {"merge": True, "accumulate_in_graph": True}),
+                                       ("function", {"share_pool": True}), ("in place", {}), ("wrapped", {})])
+def test_what_torch_compile_made(way, mode):
+    """Its backward may write over what the forward saved (donated buffers)."""
+    torch.manual_seed(0)
+    function = fused if way == "function" else fused._torchdynamo_orig_callable
+    graphed = nn.Sequential(*[Fused(function) for _ in range(3)]).cuda()
+    eager = copy.deepcopy(graphed)
+    for model in (graphed, eager):
+        for index, layer in enumerate(model):
+            if way == "in place":
+                layer.compile()
+            elif way == "wrapped":
+                model[index] = torch.compile(layer)
+    with PartialCudaGraphManager.from_modules(graphed, "*", **mode) as manager:
+        for seed in range(4):
+            for model in (eager, graphed):
+                model.zero_grad()
+            assert_same(compiled_step(eager, seed), compiled_step(graphed, seed))
+            for expected, actual in zip(eager.parameters(), graphed.parameters()):
+                assert_same(expected.grad, actual.grad)
+            if seed == 0:
+                manager.capture()
+        assert manager.stats() == {"captured": 3, "replayed": 3 * 3 * 2, "fallback": 0}
+
+
+def test_an_output_in_a_variable_of_the_loop_costs_no_replay():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(64) for _ in range(3)]).cuda()
+    with PartialCudaGraphManager.from_modules(model, "*") as manager:
+        for step in range(5):
+            output = model(torch.full((4, 64), float(step), device="cuda"))
+            output.square().mean().backward()
+            if step == 0:
+                manager.capture()
+        assert manager.stats() == {"captured": 3, "replayed": 3 * 4, "fallback": 0}

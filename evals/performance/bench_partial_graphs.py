@@ -50,6 +50,7 @@ from cudagraphs.partial.backends import CudaBackend
 from partial_graphs import PartialCudaGraphManager
 
 SCRIPT = "evals/performance/bench_partial_graphs.py"
+GPU_TESTS = ("tests/test_partial_graphs_gpu.py", "tests/test_partial_graphs_automodel.py")
 SEED = 20261130
 SEQUENCE, HIDDEN, HEADS, EXPERTS, BLOCKS = 512, 1024, 16, 64, 24
 
@@ -489,7 +490,7 @@ def run_tests() -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
-                        f"--junitxml={report}", "tests/test_partial_graphs_gpu.py"], cwd=root, timeout=240,
+                        f"--junitxml={report}", *GPU_TESTS], cwd=root, timeout=400,
                        env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, stdout=sys.stderr)
         outcomes = {}
         for case in ElementTree.parse(report).iter("testcase"):
