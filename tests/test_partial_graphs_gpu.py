@@ -9,7 +9,7 @@ import os
 import pytest
 
 try:  # before torch loads its own cuDNN libraries, or Transformer Engine may find the wrong ones
-    import transformer_engine.pytorch
+    import transformer_engine.pytorch  # noqa: F401
 except (ImportError, OSError):
     pass
 import torch

@@ -155,11 +155,11 @@ def test_copies_of_gradients_have_the_layout_of_clones(way, monkeypatch):
     tensors = [torch.randn(3, 4), torch.randn(3, 4).t(), torch.randn(4).expand(3, 4), torch.randn(6, 4)[::2],
                torch.randn(()), torch.randn(0, 2), torch.randn(3, dtype=torch.float64)]
     copies, again = gradients.make_cloner(tensors)(), gradients.make_cloner(tensors)()
-    for tensor, copy, other in zip(tensors, copies, again, strict=True):
+    for tensor, first, other in zip(tensors, copies, again, strict=True):
         expected = tensor.clone()
-        assert (copy.dtype, copy.shape, copy.stride()) == (expected.dtype, expected.shape, expected.stride())
-        assert torch.equal(copy, expected)
-        assert not copy.numel() or len({one.data_ptr() for one in (tensor, copy, other)}) == 3
+        assert (first.dtype, first.shape, first.stride()) == (expected.dtype, expected.shape, expected.stride())
+        assert torch.equal(first, expected)
+        assert not first.numel() or len({one.data_ptr() for one in (tensor, first, other)}) == 3
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions are taken, which belong together, and which are refused."""
-"""Which versions are taken, which belong together, and which are refused."""
+
 import pytest
 import validate_constraints
 from cudagraphs import versions

@@ -38,7 +38,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 try:  # before torch loads its own cuDNN libraries, or Transformer Engine may find the wrong ones
-    import transformer_engine.pytorch
+    import transformer_engine.pytorch  # noqa: F401
 except (ImportError, OSError):
     pass
 import torch
