@@ -426,3 +426,11 @@ def test_kind_is_not_spoken_of_where_nothing_hangs_on_it(tmp_path, capsys, check
     path.write_text(NAMED.format(checkpoint=checkpoint, scopes=scopes, more=more))
     assert validate_constraints.main([str(path), "--bridge", "0.6.2"]) == 0
     assert "kind of model" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length, warned", [("320", True), ("4096", False)])
+def test_the_sequence_length_of_a_command_line_is_judged(length, warned, capsys):
+    """cuDNN's attention in a full-iteration graph."""
+    words = f"--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in-loss-and-grad --seq-length {length}"
+    validate_constraints.main(["--framework", "megatron-lm", "--mcore", "0.19", "--", *words.split()])
+    assert ("CG731" in capsys.readouterr().out) is warned

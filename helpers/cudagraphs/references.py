@@ -88,7 +88,8 @@ def errors_page() -> str:
     lines += [
         "## No code, but at capture or replay", "",
         "- illegal memory access: memory of a replay was freed or moved after the capture. With expandable segments set",
-        "  `NCCL_GRAPH_REGISTER=0`; keep every static input alive as long as its graph.",
+        "  `NCCL_GRAPH_REGISTER=0`; keep every static input alive as long as its graph. Or cuDNN before 9.15.1 in a",
+        "  full-iteration graph, with a sequence length that is no multiple of 128 (CG731): then NaN is as likely.",
         "- out of memory: a graph's private pool is not shared with eager steps. Fewer scopes, fewer captured microbatches.",
         "",
     ]  # fmt: skip

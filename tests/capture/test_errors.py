@@ -73,3 +73,8 @@ def test_a_death_without_a_report_names_what_is_known(status, word):
 def test_a_hang_at_the_end_points_to_the_cleanup_and_one_elsewhere_does_not():
     assert "delete_graphs" in errors.hung("close", 5, "", "").mend
     assert "delete_graphs" not in errors.hung("parity", 5, "step 3", "").mend
+
+
+def test_an_illegal_access_names_attention_that_must_not_be_in_a_graph():
+    failure = explained("CUDA error: an illegal memory access was encountered", kind="AcceleratorError", phase="train")
+    assert "no multiple of 128" in failure.cause and "9.15.1" in failure.mend and "NCCL_GRAPH_REGISTER=0" in failure.mend

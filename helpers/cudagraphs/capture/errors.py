@@ -83,8 +83,10 @@ _NAMED = {name: code for code, (name, *_) in CAPTURE_ERRORS.items()}
 _KNOWN = (
     (
         "an illegal memory access was encountered",
-        "a replay read or wrote memory that was freed or moved after the capture",
-        "with expandable segments set NCCL_GRAPH_REGISTER=0; keep every static input alive as long as its graph",
+        "a replay read or wrote outside of its memory: what was freed or moved after the capture, or a kernel that must "
+        "not be in a graph, as cuDNN's attention before 9.15.1 where the sequence length is no multiple of 128",
+        "a sequence length that is a multiple of 128, or cuDNN 9.15.1; with expandable segments NCCL_GRAPH_REGISTER=0; "
+        "keep every static input alive as long as its graph",
     ),
     ("initialization error", "CUDA was touched before the process forked", "run with --start spawn"),
     (

@@ -12,6 +12,7 @@ from cudagraphs.capture.variants import MODULES, Variant
 from cudagraphs.formats import open_recipe
 from cudagraphs.formats.source import SourceError
 from cudagraphs.rules import graph_state
+from cudagraphs.rules.defaults import SEQUENCE_LENGTHS
 from cudagraphs.settings import Known, Settings
 
 # Fields that a smoke run passes on as they are: they change what is captured and need nothing but one node.
@@ -56,7 +57,7 @@ _SHAPE = (
 )
 # Facts that live elsewhere in some frameworks, under the name that the shape uses.
 _ELSEWHERE = {
-    "seq_length": ("seq_length", "model.seq_length", "dataset.seq_length", "dataset.sequence_length"),
+    "seq_length": SEQUENCE_LENGTHS,
     "micro_batch_size": ("train.micro_batch_size", "micro_batch_size"),
     "vocab_size": ("vocab_size", "model.vocab_size"),
     "hybrid_layer_pattern": (

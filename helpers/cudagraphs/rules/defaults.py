@@ -248,10 +248,26 @@ def field_names(minor: int) -> frozenset[str]:
 ENVIRONMENT = (
     "env.CUDA_GRAPHS_USE_NODE_PRIORITY",
     "env.NCCL_GRAPH_REGISTER",
+    "env.NVTE_FUSED_ATTN",
     "env.PYTORCH_ALLOC_CONF",
     "env.PYTORCH_CUDA_ALLOC_CONF",
 )
-WITHOUT_DEFAULT = ("backend.cuda_graph", "backend.dispatcher", "model.hf_id", "model.provider", *PATTERNS)
+# the sequence length, by the name that a framework has for it; the first that a run sets counts
+SEQUENCE_LENGTHS = (
+    "seq_length",
+    "args.seq_length",
+    "model.seq_length",
+    "dataset.seq_length",
+    "dataset.sequence_length",
+)
+WITHOUT_DEFAULT = (
+    "backend.cuda_graph",
+    "backend.dispatcher",
+    "model.hf_id",
+    "model.provider",
+    *PATTERNS,
+    *SEQUENCE_LENGTHS,
+)
 
 
 @cache

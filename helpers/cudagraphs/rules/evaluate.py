@@ -31,6 +31,7 @@ class Reader(Mapping[str, Any]):
         graph.has_mamba         the model has Mamba layers: `model.has_mamba`, else its hybrid layer pattern
         graph.full_iteration    the whole iteration is captured, under whichever name the version has for it
         graph.whole_layer       each layer is captured whole
+        graph.sequence_length   under whichever name the run sets it; None where it does not, or not as a number
         recompute.granularity, recompute.modules    after the legacy flag `moe_layer_recompute`
         version.minor           the megatron-core minor version
     """
@@ -103,6 +104,15 @@ class Reader(Mapping[str, Any]):
                 return "M" in self[name]
         return bool(self["model.has_mamba"])
 
+    def sequence_length(self) -> int | None:
+        for name in defaults.SEQUENCE_LENGTHS:
+            if name in self.settings.facts:
+                try:
+                    return int(self[name])
+                except (NeedsFact, TypeError, ValueError):
+                    continue
+        return None
+
     def state(self) -> tuple[Any, ...]:
         if self._state is None:
             versions = self.settings.versions
@@ -149,6 +159,7 @@ _DERIVED: dict[str, Callable[[Reader], Any]] = {
     "graph.active": lambda reader: reader.state()[0] != "none",
     "graph.full_iteration": lambda reader: is_full_iteration(reader.state()),
     "graph.whole_layer": lambda reader: is_whole_layer(reader.state()),
+    "graph.sequence_length": lambda reader: reader.sequence_length(),
     "recompute.granularity": lambda reader: recompute(reader.__getitem__)[0],
     "recompute.modules": lambda reader: recompute(reader.__getitem__)[1],
 }
