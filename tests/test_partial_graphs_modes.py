@@ -95,6 +95,28 @@ def test_repeated_modules_and_tied_and_frozen_parameters(mode):
 
 
 @MODES
+def test_a_module_called_in_two_ways_within_one_forward(mode):
+    """Autograd adds both gradients of a parameter before it adds their sum to what is there."""
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.block(self.block(x))  # on data, then on what needs a gradient
+
+    def run(model, seed=0):
+        model.zero_grad()
+        for index in range(3):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * seed + index))).square().mean().backward()
+
+    pair = Pair(Twice(), "block", run, **mode)
+    for seed in range(1, 6):
+        pair.same(lambda model, seed=seed: run(model, seed))
+    assert pair.stats()["fallback"] == 0
+
+
+@MODES
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(mode, reentrant):
     class Checkpointed(Model):

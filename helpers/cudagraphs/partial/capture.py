@@ -191,7 +191,7 @@ def _give_accumulators(planned: list[Planned]) -> None:
     for item in planned:
         body = item.variant.body
         if (item.follows or body.copied or not item.analysis.trainable or not item.analysis.repeatable
-                or item.signature.depth > 1):
+                or item.signature.depth > 1 or item.signature.beside):
             continue
         trainable = [parameter for parameter, alias in zip(body.parameters, body.aliases) if alias.requires_grad]
         reached = item.analysis.reaches[len(item.analysis.reaches) - len(trainable):]

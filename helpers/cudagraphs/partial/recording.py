@@ -32,6 +32,7 @@ class Signature:
         depth: largest number of calls alive at once, at least 1.
         refusal: why no graph can stand for this call, or None.
         calls: recorded calls.
+        beside: whether a call of another signature of the entry was alive with one of these.
         kept: whether the caller still held results of such a call when the recording ended.
         recomputed: whether one of them ran under hooks on saved tensors, as in activation checkpointing, where a
             replay and its recomputation have to be of the same kind.
@@ -52,6 +53,7 @@ class Signature:
         self.depth = 1
         self.refusal: str | None = None
         self.calls = 0
+        self.beside = False
         self.kept = False
         self.recomputed = False
         call.tensors.clear()  # the copies stand for them from here on
@@ -174,6 +176,9 @@ class Recorder:
         signature.recomputed |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         signature.live = [call for call in signature.live if call.alive()]
         signature.depth = max(signature.depth, len(signature.live) + 1)
+        for other in signatures:
+            if other is not signature and any(call.alive() for call in other.live):
+                signature.beside = other.beside = True
         versions = [version_of(tensor) for tensor in tensors]
         result = forward(*args, **kwargs)
         for path, tensor, version in zip(signature.call.paths, tensors, versions):
