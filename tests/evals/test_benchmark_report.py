@@ -117,7 +117,7 @@ def test_ablation(tmp_path):
     assert "| rule CG106 | 1 | fp8 |" in text and "| rule CG003 | 0 | none |" in text
 
 
-PARALLEL = json.loads((benchmark_report.EVALS / "results" / "gpu" / "parallel-shared-5f5117e.json").read_text())
+PARALLEL = json.loads((benchmark_report.EVALS / "results" / "gpu" / "parallel-shared-bed5414.json").read_text())
 
 
 def section(text, title):
@@ -184,7 +184,7 @@ def test_runs_on_two_gpus_are_missing_until_ranks_have_one_each(tmp_path):
     assert all(command in missing() for command in TWO_GPUS.values())
     sharing = {
         "smoke": ("smoke-2gpu-pp2-shared.json", lambda document: document["parallel"].update(gpus=2)),
-        "parallel": ("parallel-shared-5f5117e.json", lambda document: document["machine"].update(gpus=2)),
+        "parallel": ("parallel-shared-bed5414.json", lambda document: document["machine"].update(gpus=2)),
         "faults": ("faults-shared-3d99f05.json", lambda document: document["configuration"].update(share_gpu=False)),
     }
     for kind, (name, alone) in sharing.items():

@@ -24,8 +24,8 @@ KINDS = (
     "corpus/bridge-0.6.2.json",
     "performance/helpers.json",
     "gpu/smoke-torch-launch.json",
-    "gpu/partial-bench-5f5117e.json",
-    "gpu/parallel-shared-5f5117e.json",
+    "gpu/partial-bench-bed5414.json",
+    "gpu/parallel-shared-bed5414.json",
     "gpu/faults-shared-3d99f05.json",
 )
 ODD = {
@@ -93,7 +93,7 @@ def test_a_key_that_is_missing_or_odd_is_one_line_or_no_matter(tmp_path, capsys,
                 refused += 1
             capsys.readouterr()
     assert refused or kind in ("oracle/agreement.json", "corpus/bridge-0.6.2.json", "performance/helpers.json") or (
-        kind == "gpu/partial-bench-5f5117e.json" and value == "missing")  # fmt: skip
+        kind == "gpu/partial-bench-bed5414.json" and value == "missing")  # fmt: skip
 
 
 def test_a_missing_file_is_one_line(tmp_path, capsys):

@@ -114,7 +114,7 @@ def _odd_attention(f: Facts, v: Versions) -> bool:
     length = f["graph.sequence_length"]
     if not length or length % 128 == 0 or not f["graph.full_iteration"]:
         return False
-    if named("transformer_impl", "transformer_engine") != "transformer_engine" or f["env.NVTE_FUSED_ATTN"] == "0":
+    if named("transformer_impl", "transformer_engine") != "transformer_engine":
         return False
     if str(named("attention_backend", "auto")).rpartition(".")[2] not in ("auto", "fused"):
         return False
@@ -988,16 +988,16 @@ RULES = (
         when=_odd_attention,
         message="a sequence length of {graph.sequence_length}, no multiple of 128, with the whole iteration captured and "
         "Transformer Engine's attention",
-        mend="cuDNN 9.15.1 or newer (`smoke_capture.py` names the one in use), a multiple of 128, NVTE_FUSED_ATTN=0 with "
-        "flash-attn installed, or graphs by transformer_engine, which keep clear of it",
+        mend="cuDNN 9.15.1 or newer (`smoke_capture.py` names the one in use), a multiple of 128, attention_backend "
+        "flash or unfused, or graphs by transformer_engine, which keep clear of it",
         why="Up to cuDNN 9.15.0 the backward of its fused attention goes wrong in a CUDA graph at such lengths (BSHD and "
         "SBHD, no padding mask): the replay reads outside of its memory, or gives NaN. Transformer Engine takes another "
         "attention while it knows of a capture, as in its own graphs and the local implementation's, which is slower and "
         "no longer equal to eager to the last bit; nobody tells it of a full-iteration capture.",
         source="transformer_engine/common/fused_attn/fused_attn.cpp nvte_get_fused_attn_backend (2.20: "
         "cudnn_runtime_version <= 91500); transformer_engine/pytorch/graph.py is_graph_capturing; "
-        f"{FULL_GRAPH}; seen on megatron-core 0.19.2 with cuDNN 9.14.0 and a length of 320 "
-        "(evals/results/gpu/smoke-mcore-dense-odd-sequence.json)",
+        f"{FULL_GRAPH}; seen on megatron-core 0.19.2 with cuDNN 9.14.0: a length of 320 "
+        "fails, 384 does not (evals/results/gpu/smoke-mcore-dense-odd-sequence.json, -384.json)",
         upstream=("an illegal memory access was encountered",),
         bad=(
             Example({**FULL, "seq_length": 320}, NEW),
@@ -1008,7 +1008,6 @@ RULES = (
             Example(FULL, NEW),
             Example({**TE, "seq_length": 320, "cuda_graph_modules": ["attn"]}, NEW),
             Example({**FULL, "seq_length": 320, "attention_backend": "flash"}, NEW),
-            Example({**FULL, "seq_length": 320, "env.NVTE_FUSED_ATTN": "0"}, NEW),
             Example({**FULL, "seq_length": 320, "transformer_impl": "local"}, NEW),
         ),
     ),

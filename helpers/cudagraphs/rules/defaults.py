@@ -248,7 +248,6 @@ def field_names(minor: int) -> frozenset[str]:
 ENVIRONMENT = (
     "env.CUDA_GRAPHS_USE_NODE_PRIORITY",
     "env.NCCL_GRAPH_REGISTER",
-    "env.NVTE_FUSED_ATTN",
     "env.PYTORCH_ALLOC_CONF",
     "env.PYTORCH_CUDA_ALLOC_CONF",
 )
