@@ -111,6 +111,15 @@ def test_where_the_row_without_the_helper_could_not_be_made_its_neighbours_count
     assert ours["verdict"] == "exit code"
 
 
+@pytest.mark.parametrize("text, found", [("x", "not JSON"), ('{"rows": []}', "'device_memory' is missing"),
+                                         ('{"device_memory": {}, "rows": 3}', "a value is not what it should be")])
+def test_a_file_that_is_no_result_is_named_and_left_alone(text, found, tmp_path, capsys):
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    assert fault_matrix.main(["--judge", str(path)]) == 2
+    assert found in capsys.readouterr().err and path.read_text() == text
+
+
 def test_a_stored_file_is_judged_again_and_what_was_measured_stays(tmp_path):
     path = tmp_path / "faults.json"
     stored = {"device_memory": {"before_bytes": 10, "after_bytes": 10}, "rows": [row(seconds_from_fault=99.0)], "seconds": 7}

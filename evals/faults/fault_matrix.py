@@ -23,7 +23,7 @@ are shown, not judged.
 
 Output: FILE, one JSON object (schema_version 1) with every row; a line on stderr every few seconds. With --json the
 object's totals and requirements on stdout.
-Exit codes: 0 the requirements hold; 1 they do not; 2 usage; 3 a fault of the matrix itself.
+Exit codes: 0 the requirements hold; 1 they do not; 2 usage, or a FILE that is no such result; 3 a fault of the matrix itself.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 HELPERS = HERE.parents[1] / "helpers"
-sys.path[:0] = [str(HERE), str(HELPERS)]
+sys.path[:0] = [str(HERE), str(HELPERS), str(HERE.parent)]
 
 import fault_child
+import result_files
 from devices import Nvml, open_devices
 
 SCHEMA_VERSION = 1
@@ -723,12 +724,17 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def judge_again(path: Path) -> bool:
-    """Rewrite the verdicts of a result file by the present rules. Returns whether the requirements hold."""
-    result = json.loads(path.read_text(encoding="utf-8"))
-    memory = result["device_memory"]
-    judge(result["rows"])
-    result["totals"] = totals(result["rows"])
-    result["requirements"] = requirements(result["rows"], memory["before_bytes"], memory["after_bytes"])
+    """Rewrite the verdicts of a result file by the present rules. Returns whether the requirements hold.
+
+    Raises ResultError for a file that is no result of this program; it stays as it was.
+    """
+    made_by = "python evals/faults/fault_matrix.py --out FILE"
+    result = result_files.load(path, made_by)
+    with result_files.reading(path, made_by):
+        memory = result["device_memory"]
+        judge(result["rows"])
+        result["totals"] = totals(result["rows"])
+        result["requirements"] = requirements(result["rows"], memory["before_bytes"], memory["after_bytes"])
     write_atomically(path, result)
     return result["requirements"]["hold"]
 
@@ -736,7 +742,11 @@ def judge_again(path: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if len(words) == 2 and words[0] == "--judge":
-        return 0 if judge_again(Path(words[1])) else 1
+        try:
+            return 0 if judge_again(Path(words[1])) else 1
+        except result_files.ResultError as error:
+            print(f"fault_matrix.py: {error}", file=sys.stderr)
+            return 2
     options = _options(words)
     # Compiled regions would cost each child seconds and change nothing here; is_available() must not make a context.
     os.environ.update(TORCHDYNAMO_DISABLE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", OMP_NUM_THREADS="1")
